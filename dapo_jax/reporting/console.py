@@ -34,7 +34,8 @@ EIGHTHS = " ▏▎▍▌▋▊▉"  # of a character
 SHOWN_SECONDS = 0.5  # the live line shows a compilation after this time
 SLOW_SECONDS = 3.0  # a slow activity is printed after this time
 COMPILING_SECONDS = 1.0  # a program in the cache takes less
-GIVEN_STEPS = 10  # of a run on given groups are printed
+GIVEN_STEPS = 10  # of a run on given groups are printed, with the metrics that begin in one of:
+OF_GIVEN = ("policy_nll", "preference_", "heldout_")
 ETA_STEPS = 10  # the ETA assumes the mean duration of this many steps
 PROGRAMS = {
     "jit(_empty)": "the empty cache",
@@ -130,14 +131,10 @@ def step_lines(
     if "reward" not in values:  # given groups
         if step % max(1, total // GIVEN_STEPS) and step < total:
             return []
-        shown = [
-            f"{key.removeprefix('policy_').replace('heldout', 'held-out')} {value:.3f}"
-            for key, value in values.items()
-            if key.startswith(("policy_nll", "preference_", "heldout_"))
-        ]
+        shown = [name, *(f"{n} {v:.3f}" for n, v in values.items() if n.startswith(OF_GIVEN))]
         shown.append(f"{values['seconds_step']:.2g} s")
         shown += [] if eta is None else [f"ETA {duration(eta)}"]
-        return [fit([name, *(part.replace("_", " ") for part in shown)])]
+        return [fit(shown).replace("_", " ")]
     first = [name, f"reward {values['reward']:+.2f}"]
     first += [] if reward_leads else [f"accuracy {values['accuracy']:.2f}"]
     second = [

@@ -42,11 +42,10 @@ from dapo_jax.types.structs import (
 )
 
 # Metrics that have a meaning without sampling.
-OF_GIVEN_GROUPS = {
-    *"policy_nll entropy mean_probability gradient_norm skipped_updates learning_rate".split(),
-    *"preference_loss preference_accuracy empty_updates packing_fill".split(),
-    *REASONS,
-}
+OF_GIVEN_GROUPS = (
+    "policy_nll entropy mean_probability gradient_norm skipped_updates learning_rate empty_updates "
+    "packing_fill preference_loss preference_accuracy"
+).split() + [*REASONS]
 
 
 def take_steps(

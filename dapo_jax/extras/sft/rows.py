@@ -69,6 +69,13 @@ class Turns(NamedTuple):
         """Return the turns of a single answer, all of it trained."""
         return cls(prompt, answer, np.ones(len(answer), bool))
 
+    def completion(self, logprobs: np.ndarray | None) -> Completion:
+        """Return the response as if it were sampled with these log-probs (None: 0)."""
+        runs = [(bool(drawn), len([*run])) for drawn, run in itertools.groupby(self.trained)]
+        turns = () if self.trained.all() else tuple(Turn(*run, "") for run in runs)
+        logprobs = np.zeros(len(self.response), np.float32) if logprobs is None else logprobs
+        return Completion(self.response, logprobs, False, 0, "", turns=turns)
+
 
 class Example(NamedTuple):
     """A row as tokens."""
@@ -78,48 +85,40 @@ class Example(NamedTuple):
     is_pair: bool = False
     logprobs: tuple[np.ndarray, ...] = ()  # of the reference, for each answer of a pair
 
-    def groups(self, index: int) -> list[Group]:
-        """Return the groups that are trained on, at a position in the order.
-
-        A pair is one group; of an example each prompt has one, of a single response.
-        """
-        completions = []
-        for turns, logprobs in itertools.zip_longest(self.turns, self.logprobs):
-            parts = [
-                (bool(is_trained), len([*run]))
-                for is_trained, run in itertools.groupby(turns.trained)
-            ]
-            observed = () if turns.trained.all() else tuple(Turn(*part, "") for part in parts)
-            logprobs = np.zeros(len(turns.response), np.float32) if logprobs is None else logprobs
-            completions.append(Completion(turns.response, logprobs, False, 0, "", turns=observed))
-        size = len(completions) if self.is_pair else 1
-        groups = []
-        for i in range(0, len(completions), size):
-            prompt = Prompt(index, str(index), self.text, self.turns[i].prompt, "", "own")
-            correct = np.arange(size) == 0  # the chosen answer
-            given = tuple(completions[i : i + size])
-            groups.append(Group(prompt, given, (), {}, np.zeros(size), np.zeros(size), correct))
-        return groups
-
     @property
     def length(self) -> int:
         """Tokens of the longest turns, with their prompt."""
         return max(len(turns.prompt) + len(turns.response) for turns in self.turns)
 
+    def groups(self, index: int) -> list[Group]:
+        """Return what is trained on at a position of the order: a group for each prompt.
+
+        The answers of a pair are one group, the chosen one correct.
+        """
+        pairs = itertools.zip_longest(self.turns, self.logprobs)
+        responses = [turns.completion(logprobs) for turns, logprobs in pairs]
+        size = len(responses) if self.is_pair else 1
+        groups = []
+        for first in range(0, len(responses), size):
+            prompt = Prompt(index, str(index), self.text, self.turns[first].prompt, "", "own")
+            given, rewards = tuple(responses[first : first + size]), np.zeros(size)
+            groups.append(Group(prompt, given, (), {}, rewards, rewards, np.arange(size) == 0))
+        return groups
+
+
+def _list_forms(forms: Forms) -> str:
+    return ", ".join("+".join(form) for form in forms)
+
 
 def read_fields(data: OwnData, forms: Forms) -> dict[str, str]:
     """Return the fields by key that data.fields names; may raise `ConfigError`."""
-    keys = [*dict.fromkeys(key for form in forms for key in form), SYSTEM, TOOLS]
+    keys = [*dict.fromkeys(itertools.chain(*forms)), SYSTEM, TOOLS]
     fields = parse_fields("data.fields", data.fields, keys)
     is_complete = any(fields.keys() - {SYSTEM, TOOLS} == set(form) for form in forms)
     allowed = f"one of these forms: {_list_forms(forms)}"
     require(not fields or is_complete, "data.fields", data.fields, allowed)
     check_system(data.template, data.system_prompt, data.fields if SYSTEM in fields else "")
     return fields
-
-
-def _list_forms(forms: Forms) -> str:
-    return ", ".join("+".join(form) for form in forms)
 
 
 def _read_messages(value: Any, field: str, role: str) -> Messages:
@@ -146,25 +145,22 @@ class Writer:
         """Return the example or pair of a row; raise `MalformedRow` if there is none."""
         named = take_fields(row, self._fields)
         fields = {k.lower(): v for k, v in row.items() if not named or k.lower() == TOOLS} | named
-        self._tools = read_tools(fields)
         form = next((form for form in self._forms if fields.keys() >= set(form)), None)
         if form is None:
             names = ", ".join(fields) or "none"
-            raise MalformedRow(
-                f"has the fields {names}, not {_list_forms(self._forms)}: data.fields names others"
-            )
+            forms = _list_forms(self._forms)
+            raise MalformedRow(f"has the fields {names}, not {forms}: data.fields names others")
+        self._tools = read_tools(fields)
+        self._system = self._data.system_prompt
+        if self._template.shows_system and fields.get(SYSTEM):
+            self._system = check_text(fields[SYSTEM], SYSTEM)
         is_text = all(isinstance(fields[name], str) for name in form)
         if is_text and form == PAIRS[1]:
             example = self._split_texts(*(check_text(fields[name], name) for name in form))
         elif is_text and len(form) > 1 and self._data.template != "chat":
-            example = self._plain(fields, [check_text(fields[name], name) for name in form])
+            example = self._plain(*(check_text(fields[name], name) for name in form))
         elif self._forms is EXAMPLES:
-            role = "user" if form == ("messages",) else ASSISTANT
-            names = list(form)
-            answers = _read_messages(fields[names[-1]], names[-1], role)
-            before = [m for name in names[:-1] for m in _read_messages(fields[name], name, "user")]
-            messages = self._with_system(fields, [*before, *answers])
-            example = self._conversation(messages, len(messages) - len(answers))
+            return self._example(fields, form)
         else:
             example = self._pair(fields)
         if self._forms is EXAMPLES:
@@ -174,88 +170,13 @@ class Writer:
             raise MalformedRow("chosen and rejected are the same")
         return example._replace(is_pair=True)
 
-    def _render(self, messages: Messages, open_answer: bool) -> str:
-        if self._tokenizer.chat is None:
-            raise MalformedRow("holds messages, but the model folder has no chat template")
-        if self._data.template not in ("none", "chat"):
-            raise MalformedRow(f"holds messages, not for data.template = {self._data.template!r}")
-        try:
-            chat = self._tokenizer.chat
-            return chat.render(messages, open_answer=open_answer, tools=self._tools)
-        except ConfigError as error:
-            raise MalformedRow(str(error)) from None
+    # --- conversations ---------------------------------------------------------------------
 
-    def _system(self, row: Row) -> str:
-        """Return the system message of the row, else of the config; empty if none is shown."""
-        if not self._template.shows_system or not row.get(SYSTEM):
-            return self._data.system_prompt
-        return check_text(row[SYSTEM], SYSTEM)
-
-    def _with_system(self, row: Row, messages: Messages) -> Messages:
-        system = self._system(row)
-        if not system or messages[0]["role"] == SYSTEM:
-            return messages
-        return [{"role": SYSTEM, "content": system}, *messages]
-
-    def _encode_answer(self, text: str, content: str) -> np.ndarray:
-        """Return the ids of an answer to its end token; `content` is the row's part of it."""
-        ids = self._tokenizer.encode(text, inside=True)
-        ends = self._tokenizer.end_ids
-        if any(token in ends for token in self._tokenizer.encode(content)[:-1]):
-            raise MalformedRow("an answer holds the end token before its end")
-        if self._tokenizer.pad_id not in ends and self._tokenizer.pad_id in ids:
-            raise MalformedRow("an answer holds letters that the tokenizer has no token for")
-        last = next((i for i, token in enumerate(ids) if token in ends), None)
-        return np.array([*ids, ends[0]] if last is None else ids[: last + 1], np.int32)
-
-    def _encode_prompt(self, text: str) -> np.ndarray:
-        return np.array(self._tokenizer.encode_prompt(text), np.int32)
-
-    def _turn(self, messages: Messages, place: int) -> tuple[str, Turns]:
-        """Return the text before a message of the assistant, and the tokens before and in it."""
-        prompt = self._render(messages[:place], True)
-        text = self._render(messages[: place + 1], False)
-        if not text.startswith(prompt):
-            raise MalformedRow("the chat template does not put the answer right after its prompt")
-        message = messages[place]
-        content = message.get("content", "") + json.dumps(message.get("tool_calls"))
-        answer = self._encode_answer(text[len(prompt) :], content)
-        return prompt, Turns.of(self._encode_prompt(prompt), answer)
-
-    def _conversation(self, messages: Messages, first: int) -> Example:
-        """Return the example of every answer from message `first` on.
-
-        A template that changes earlier turns makes a separate prompt for each answer.
-        """
-        places = [i for i, m in enumerate(messages) if m["role"] == ASSISTANT and i >= first]
-        if not places or not places[0]:
-            verb = "begins with a" if places else "has no"
-            raise MalformedRow(f"the conversation {verb} message of the role {ASSISTANT!r}")
-        texts = []
-        turns: list[Turns] = []
-        for place in places:
-            text, turn = self._turn(messages, place)
-            texts.append(text)
-            before = np.concatenate(turns[-1][:2]) if turns else np.array([])
-            if turns and np.array_equal(turn.prompt[: len(before)], before):
-                gap = turn.prompt[len(before) :]
-                last = turns.pop()
-                response = np.concatenate([last.response, gap, turn.response])
-                trained = np.concatenate([last.trained, np.zeros(len(gap), bool), turn.trained])
-                turn = Turns(last.prompt, response, trained)
-            turns.append(turn)
-        return Example(texts[0], tuple(turns))
-
-    def _plain(self, row: Row, texts: list[str]) -> Example:
-        """Return the example of a problem that the template shows, and answers to it."""
-        tools = json.dumps(self._tools) if self._tools else ""
-        problem = Problem("", texts[0], "", "", system=self._system(row), tools=tools)
-        if not self._template.shows(problem):
-            raise MalformedRow(f"offers tools, not for data.template = {self._data.template!r}")
-        text = self._template.write(problem, Beside(self._tokenizer.chat))
-        tokens = self._encode_prompt(text)
-        turns = (Turns.of(tokens, self._encode_answer(answer, answer)) for answer in texts[1:])
-        return Example(text, tuple(turns))
+    def _example(self, row: Row, form: tuple[str, ...]) -> Example:
+        *names, last = form
+        answers = _read_messages(row[last], last, ASSISTANT if names else "user")
+        before = [m for name in names for m in _read_messages(row[name], name, "user")]
+        return self._conversation([*before, *answers], len(before))
 
     def _pair(self, row: Row) -> Example:
         talks = [self._whole_conversation(row, name) for name in PAIRS[1]]
@@ -269,16 +190,79 @@ class Writer:
         answer = _read_messages(row[name], name, ASSISTANT)
         if answer[-1]["role"] != ASSISTANT:
             raise MalformedRow(f"{name} ends with no message of the role {ASSISTANT!r}")
-        if row.get("prompt") is not None:
-            before = _read_messages(row["prompt"], "prompt", "user")
-            whole = [(m["role"], m.get("content", "").strip()) for m in answer]
-            prompt = [(m["role"], m.get("content", "").strip()) for m in before]
-            if not any(whole[i : i + len(prompt)] == prompt for i in range(len(whole))):
-                if answer[0]["role"] != ASSISTANT:
-                    problem = "begins neither with the prompt nor with an answer to it"
-                    raise MalformedRow(f"{name} {problem}")
-                answer = [*before, *answer]
-        return self._with_system(row, answer)
+        if row.get("prompt") is None:
+            return answer
+        before = _read_messages(row["prompt"], "prompt", "user")
+        whole, prompt = (
+            [(m["role"], m.get("content", "").strip()) for m in talk] for talk in (answer, before)
+        )
+        if any(whole[i : i + len(prompt)] == prompt for i in range(len(whole))):
+            return answer
+        if answer[0]["role"] != ASSISTANT:
+            raise MalformedRow(f"{name} begins neither with the prompt nor with an answer to it")
+        return [*before, *answer]
+
+    def _conversation(self, messages: Messages, first: int) -> Example:
+        """Return the example of every answer from message `first` on.
+
+        A template that changes earlier turns makes a separate prompt for each answer.
+        """
+        places = [i for i, m in enumerate(messages) if m["role"] == ASSISTANT and i >= first]
+        has_system = messages[0]["role"] == SYSTEM
+        if not places or places[0] == 0 and not self._system:
+            verb = "begins with a" if places else "has no"
+            raise MalformedRow(f"the conversation {verb} message of the role {ASSISTANT!r}")
+        if self._system and not has_system:
+            messages = [{"role": SYSTEM, "content": self._system}, *messages]
+            places = [place + 1 for place in places]
+        texts, turns = [], []
+        for place in places:
+            text, turn = self._turn(messages, place)
+            texts.append(text)
+            before = np.concatenate(turns[-1][:2]) if turns else np.array([])
+            if turns and np.array_equal(turn.prompt[: len(before)], before):
+                gap = turn.prompt[len(before) :]
+                last = turns.pop()
+                response = np.concatenate([last.response, gap, turn.response])
+                trained = np.concatenate([last.trained, np.zeros(len(gap), bool), turn.trained])
+                turn = Turns(last.prompt, response, trained)
+            turns.append(turn)
+        return Example(texts[0], tuple(turns))
+
+    def _turn(self, messages: Messages, place: int) -> tuple[str, Turns]:
+        """Return the text before a message of the assistant, and the tokens before and in it."""
+        prompt = self._render(messages[:place], True)
+        text = self._render(messages[: place + 1], False)
+        if not text.startswith(prompt):
+            raise MalformedRow("the chat template does not put the answer right after its prompt")
+        message = messages[place]
+        content = message.get("content", "") + json.dumps(message.get("tool_calls"))
+        answer = self._encode_answer(text[len(prompt) :], content)
+        return prompt, Turns.of(self._encode_prompt(prompt), answer)
+
+    def _render(self, messages: Messages, open_answer: bool) -> str:
+        chat = self._tokenizer.chat
+        if chat is None:
+            raise MalformedRow("holds messages, but the model folder has no chat template")
+        if self._data.template not in ("none", "chat"):
+            raise MalformedRow(f"holds messages, not for data.template = {self._data.template!r}")
+        try:
+            return chat.render(messages, open_answer=open_answer, tools=self._tools)
+        except ConfigError as error:
+            raise MalformedRow(str(error)) from None
+
+    # --- texts -----------------------------------------------------------------------------
+
+    def _plain(self, problem_text: str, *answers: str) -> Example:
+        """Return the example of a problem that the template shows, and answers to it."""
+        tools = json.dumps(self._tools) if self._tools else ""
+        problem = Problem("", problem_text, "", "", system=self._system, tools=tools)
+        if not self._template.shows(problem):
+            raise MalformedRow(f"offers tools, not for data.template = {self._data.template!r}")
+        text = self._template.write(problem, Beside(self._tokenizer.chat))
+        tokens = self._encode_prompt(text)
+        turns = (Turns.of(tokens, self._encode_answer(answer, answer)) for answer in answers)
+        return Example(text, tuple(turns))
 
     def _split_texts(self, chosen: str, rejected: str) -> Example:
         """Split two whole texts into a pair; the prompt is their common prefix of tokens."""
@@ -295,6 +279,19 @@ class Writer:
         prompt = np.append(begin, ids[0][:common])
         return Example(text, tuple(Turns.of(prompt, answer[common:]) for answer in ids))
 
+    def _encode_prompt(self, text: str) -> np.ndarray:
+        return np.array(self._tokenizer.encode_prompt(text), np.int32)
+
+    def _encode_answer(self, text: str, content: str) -> np.ndarray:
+        """Return the ids of an answer to its end token; `content` is the row's part of it."""
+        ids, ends = self._tokenizer.encode(text, inside=True), self._tokenizer.end_ids
+        if any(token in ends for token in self._tokenizer.encode(content)[:-1]):
+            raise MalformedRow("an answer holds the end token before its end")
+        if self._tokenizer.pad_id not in ends and self._tokenizer.pad_id in ids:
+            raise MalformedRow("an answer holds letters that the tokenizer has no token for")
+        last = next((i for i, token in enumerate(ids) if token in ends), None)
+        return np.array([*ids, ends[0]] if last is None else ids[: last + 1], np.int32)
+
 
 class Examples(NamedTuple):
     """Examples of the files."""
@@ -303,14 +300,6 @@ class Examples(NamedTuple):
     heldout: list[Example]
     notes: str  # line about the examples
     warnings: list[str]  # about rows that were left out or cut
-
-    def with_logprobs(self, *scored: list[np.ndarray]) -> "Examples":
-        """Return the pairs with the log-probs of their responses, training pairs first."""
-        parts = [
-            [pair._replace(logprobs=tuple(own[2 * i : 2 * i + 2])) for i, pair in enumerate(pairs)]
-            for pairs, own in zip(self[:2], scored, strict=True)
-        ]
-        return self._replace(training=parts[0], heldout=parts[1])
 
     def digest(self) -> str:
         """Return a digest of all examples, with their counts."""
