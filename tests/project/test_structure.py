@@ -39,7 +39,7 @@ EXTRAS = {
     "report": 397,
     "samplers": 899,
     "serve": 1_297,
-    "sft": 1_029,
+    "sft": 1_030,
     "tinker": 1_808,
     "trackers": 142,
     "vllm": 269,
