@@ -8,13 +8,16 @@ import subprocess
 import sys
 import threading
 import types
+from unittest import mock
 
 import pytest
 
 from dapo_jax.config.experiment import Config
 from dapo_jax.run.checks import guarded
 from dapo_jax.runtime.storage import retries
+from dapo_jax.runtime.storage.output_folder import try_bucket
 from dapo_jax.runtime.storage.retries import MAX_WAITING, Storage
+from dapo_jax.types.errors import ConfigError
 
 
 def test_writes_run_in_order_and_drain_waits_for_them():
@@ -108,3 +111,12 @@ def test_a_checkpoint_that_a_bucket_takes_ends_the_wait_of_other_files(monkeypat
     storage.report_recovery("the checkpoint")
     assert storage.attempt("rollouts/", list)
     assert warnings[-1] == "rollouts/ can be written again"
+
+
+def test_a_bucket_that_is_away_is_no_wrong_setting():
+    kind = type("ClientOSError", (OSError,), {"__module__": "aiohttp"})
+    folder = mock.MagicMock()
+    for error, raised in (kind(errno.ECONNRESET, "reset"), kind), (OSError("none"), ConfigError):
+        (folder / "").write_bytes.side_effect = error
+        with pytest.raises(raised):
+            try_bucket(folder, "run_dir", "gs://bucket/run")

@@ -17,7 +17,13 @@ from filelock import FileLock, Timeout
 
 from dapo_jax.runtime import processes
 from dapo_jax.runtime.storage.paths import Folder, folder_at, is_remote
-from dapo_jax.runtime.storage.retries import is_refusal, reason, storage_fault, write_text
+from dapo_jax.runtime.storage.retries import (
+    is_bucket_error,
+    is_refusal,
+    reason,
+    storage_fault,
+    write_text,
+)
 from dapo_jax.types.errors import require
 
 OWN_PREFIX = ".dapo_jax."  # of the mark and the lock
@@ -197,8 +203,9 @@ def try_bucket(folder: Folder, field: str, value: str) -> None:
         path.write_bytes(b"")
         path.unlink(missing_ok=True)  # a try whose answer was lost has removed it
     except Exception as error:
-        if not (isinstance(error, OSError) or is_refusal(error)):
-            raise
+        is_away = is_bucket_error(error) or not isinstance(error, OSError)
+        if is_away and not is_refusal(error):
+            raise  # a run that is started again may find it
         require(False, field, value, f"a folder of a bucket that you may write; {reason(error)}")
 
 
