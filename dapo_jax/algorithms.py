@@ -229,6 +229,15 @@ on_policy_distillation = _changed(  # Thinking Machines Lab, 2025; clipped as sl
 gkd = _changed(  # 2306.13649
     reinforce, **_TOKEN_GRPO, advantage="zero", distillation="jsd"
 )
+# Self-distillation: the teacher is the policy with a prompt of its own, `extras.teacher.prompt`.
+sdft = _changed(  # 2601.19897, by sampled tokens in place of whole distributions
+    reinforce, **_TOKEN_GRPO, advantage="zero", distillation="reverse"
+)
+opsd = _changed(sdft, aggregate="sequence_mean")  # 2601.18734, by sampled tokens
+sdpo = _changed(on_policy_distillation, importance_cap=2.0)  # 2601.20802, by sampled tokens
+rlsd = _changed(  # 2604.03128, with the paper's first share of the evidence
+    _grpo_without_kl, **_TOKEN_GRPO, distillation="evidence", distillation_coefficient=0.5
+)
 
 _NAMES = (
     "reinforce ppo grpo dapo dr_grpo rloo reinforce_pp reinforce_pp_baseline gspo vapo sft "
@@ -236,7 +245,7 @@ _NAMES = (
     "gpg tis sequence_tis icepop sequence_mis worst_token_mis deepseek_v3p2 lite_ppo maxrl "
     "opo gdpo pass_at_k best_minus_second otb clip_cov kl_cov "
     "high_entropy adaptive_entropy length_penalty echo fipo real m2po dft log_linear "
-    "on_policy_distillation gkd"
+    "on_policy_distillation gkd sdft opsd sdpo rlsd"
 )
 PRESETS: dict[str, Callable[[], Algorithm]] = {name: globals()[name] for name in _NAMES.split()}
 

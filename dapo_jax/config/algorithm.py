@@ -138,9 +138,12 @@ class Algorithm:
     kl_importance: bool = setting(False, "KL times the ratio, unbiased off policy.")
     kl_coefficient: PositiveOr0 = setting(0.0, "Weight of the KL.")
     preference_beta: Positive = setting(0.1, "DPO's beta, in 1 / nats.")
-    distillation: Literal["none", "reverse", "jsd"] = setting(
-        "none", "'reverse' adds log p_teacher - log p_old to advantages; 'jsd' is in the loss."
+    distillation: Literal["none", "reverse", "evidence", "jsd"] = setting(
+        "none",
+        "'reverse' adds log p_teacher - log p_old to advantages, 'evidence' multiplies them by "
+        "that ratio; 'jsd' is in the loss.",
     )
+    distillation_clip: Below1 = setting(0.2, "The evidence is in 1 +- this.")
     distillation_coefficient: Positive = setting(1.0, "Weight of distillation.")
     distillation_beta: Unit = setting(0.5, "0: KL(teacher || policy); 1: the reverse.")
     distillation_top_k: CountOr0 = setting(
@@ -196,6 +199,11 @@ class Algorithm:
         return self.distillation != "none"
 
     @property
+    def reads_teacher(self) -> bool:
+        """Return True if a teacher's log-probs of the sampled tokens decide their advantages."""
+        return self.distillation in ("reverse", "evidence")
+
+    @property
     def reads_entropies(self) -> bool:
         """Return True if the entropies of the policy before the step decide its updates."""
         return self.top_entropy_fraction < 1 or self.entropy_target > 0
@@ -204,7 +212,7 @@ class Algorithm:
         """Return the minibatches that a forward pass scores with the policy before the `updates`.
 
         The first update needs no such pass, because it differentiates the old policy itself: its
-        ratio is 1. A KL penalty in the reward, pairs, reverse distillation, and whatever chooses
+        ratio is 1. A KL penalty in the reward, pairs, log-probs of a teacher, and whatever chooses
         tokens of a minibatch read all scores before the first update.
         """
         if self.old_logprobs != "recompute":
@@ -212,7 +220,7 @@ class Algorithm:
         is_read_before = (
             self.kl == "reward"
             or self.trained_responses == "pairs"
-            or self.distillation == "reverse"
+            or self.reads_teacher
             or self.covariance != "none"
             or self.second_moment_limit > 0
             or self.reads_entropies

@@ -39,7 +39,7 @@ sampler.top_k>0 -> sampler.engine=own|samplers: the others don't return the kept
 old_logprobs=sampler -> importance_cap=0: the ratio is relative to the sampler already
 old_logprobs=sampler|interpolate -> router_replay!=old: there is no forward pass before the update
 old_logprobs=interpolate -> covariance=none kl!=reward trained_responses!=pairs: nothing is scored
-old_logprobs=interpolate -> distillation!=reverse: nothing is scored
+old_logprobs=interpolate -> distillation!=reverse|evidence: nothing is scored
 old_logprobs=sampler rejection!=none -> rejection_of=new: the sampler is the policy before the step
 kl=none -> kl_coefficient=0
 kl!=none -> kl_coefficient>0
@@ -49,9 +49,9 @@ kl!=none kl_to!=reference advantage!=preference -> reference=false: nothing read
 kl=loss -> kl_estimator!=k1: its expected gradient is 0 there
 kl=reward -> kl_estimator=k1|module:function: others push the policy away from the reference
 kl_estimator!=k3 -> kl_importance=false: the ratio corrects the expectation of k3
-advantage=zero -> distillation!=none: it teaches nothing alone
+advantage=zero -> distillation=reverse|jsd: it teaches nothing alone
 advantage=zero -> dynamic_sampling=false: every group teaches something
-advantage=one|preference -> distillation!=reverse: it is no expectation over samples
+advantage=one|preference -> distillation!=reverse|evidence: it is no expectation over samples
 advantage=zero distillation=jsd -> ratio=none
 advantage=@group -> rollout.samples_per_prompt>1: a group of one has no statistics
 dynamic_sampling=true -> rollout.samples_per_prompt>1: a group of one can't differ in correctness
@@ -93,6 +93,7 @@ weight!=gamma -> power_positive power_negative
 kl=none -> kl_estimator
 kl!=loss -> kl_to kl_importance
 distillation=none -> distillation_coefficient
+distillation!=evidence -> distillation_clip
 distillation!=jsd -> distillation_beta distillation_top_k distillation_temperature
 importance_cap=0 -> importance_floor importance_ratio
 rejection=none -> rejection_low rejection_high rejection_of rejection_sign
@@ -135,7 +136,7 @@ def _algorithm(a: Algorithm) -> Checks:
     reads_old = a.ratio != "none" or a.kl == "reward" or a.covariance != "none"
     reads_old |= a.kl == "loss" and (a.kl_to == "old" or a.kl_importance)
     reads_old |= a.importance_cap > 0 or a.rejection != "none"
-    reads_old |= a.advantage == "preference" or a.distillation == "reverse"
+    reads_old |= a.advantage == "preference" or a.reads_teacher
     reads_old |= a.second_moment_limit > 0 or a.advantage == "real" or a.reads_entropies
     allowed = "'recompute' with algorithm.ratio = 'none': nothing reads it"
     yield "algorithm.old_logprobs", reads_old or a.old_logprobs == "recompute", allowed

@@ -3,6 +3,7 @@
 The order (by grain) is a function of the seed alone, so a checkpoint holds only the position.
 """
 
+import dataclasses
 import functools
 import math
 import zlib
@@ -144,6 +145,15 @@ class PromptStream:
             allowed = f"chat, or jinja that reads messages and tools: {len(ids)} rows of "
             allowed += f"{file.name} have several turns or tools, such as {''.join(ids[:1])}"
             require(not ids, "data.template", data.template, allowed)
+
+    def problem(self, index: int) -> Problem:
+        """Return the training problem at an index of the order, as environments open it."""
+        return self._opening(present(self._order[index], "problem"))
+
+    def encode(self, problem: Problem, text: str) -> list[int]:
+        """Return the tokens of a prompt with `text` in place of an opened problem's; no limit."""
+        changed = dataclasses.replace(problem, text=text)
+        return self._tokenizer.encode_prompt(self.template.write(changed, self._beside))
 
     def _encode(self, problem: Problem) -> tuple[str, list[int]]:
         text = self.template.write(self._opening(problem), self._beside)

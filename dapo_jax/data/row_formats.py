@@ -108,7 +108,7 @@ def _select_columns(row: Row, wanted: WantedColumns) -> Row:
     for name in sorted(wanted.required):
         if name not in row:
             raise MalformedRow(
-                f"has no column {name!r}, which a reward function takes; it has {', '.join(row)}"
+                f"has no column {name!r}, which rewards or teachers take; it has {', '.join(row)}"
             )
     names = set(row) - CALL_ARGUMENTS if wanted.every else wanted.required | wanted.optional
     return {name: value for name, value in row.items() if name in names}

@@ -325,7 +325,9 @@ class Sources:
     ) -> tuple[Problem, ...] | Generated | None:
         """Return the problems of a source without files; None: none are held out by themselves."""
         taken = ", ".join(sorted(self._columns.required))
-        allowed = f"rows with the columns that reward.parts takes ({taken}); it generates problems"
+        allowed = (
+            f"rows with the columns that rewards and teachers take ({taken}); it generates problems"
+        )
         require(not taken, field, name, allowed)
         if name not in GENERATED:
             return plugin_of(name).open_problems(field, name, data, self._seed, split)

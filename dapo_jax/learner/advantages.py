@@ -479,6 +479,21 @@ def whiten(values: np.ndarray, trained: np.ndarray) -> np.ndarray:
     return np.where(trained, (values - chosen.mean()) * scale, 0.0)
 
 
+def teach(algorithm: Algorithm, advantages: np.ndarray, feedback: Feedback) -> np.ndarray:
+    """Return the advantages A with a teacher's say on each token, d = log p_teacher - log p_old.
+
+    'reverse': A + c d, because E[d grad log p] is minus the gradient of KL(p || p_teacher).
+    'evidence': A ((1 - c) + c clip(exp(sign(A) d), 1 - clip, 1 + clip)) (RLSD, 2604.03128).
+    """
+    share, clip = algorithm.distillation_coefficient, algorithm.distillation_clip
+    gaps = np.float64(present(feedback.teacher_log_ratios, "teacher_log_ratios"))
+    if algorithm.distillation == "reverse":
+        return advantages + share * gaps
+    # Clipped before exp, so that no ratio overflows.
+    evidence = np.exp(np.clip(np.sign(advantages) * gaps, np.log1p(-clip), np.log1p(clip)))
+    return advantages * ((1 - share) + share * evidence)
+
+
 def estimate(algorithm: Algorithm, feedback: Feedback) -> Estimates:
     """Compute the advantages of a rollout batch, and the targets of its critic."""
     field, name, index = "algorithm.advantage", algorithm.advantage, feedback.response_index
@@ -493,9 +508,7 @@ def estimate(algorithm: Algorithm, feedback: Feedback) -> Estimates:
     if algorithm.whiten:
         advantages = whiten(advantages, feedback.trained)
     if feedback.teacher_log_ratios is not None:
-        # E[(log p_teacher - log p) grad log p] is minus the gradient of KL(p || p_teacher).
-        pull = algorithm.distillation_coefficient * np.float64(feedback.teacher_log_ratios)
-        advantages = advantages + np.where(feedback.trained, pull, 0.0)
+        advantages = np.where(feedback.trained, teach(algorithm, advantages, feedback), advantages)
     if feedback.values is None:
         return Estimates(advantages.astype(np.float32))
     gains = generalised_advantages(algorithm, feedback, algorithm.lambda_value)

@@ -1,7 +1,7 @@
 """The models of a run: compiled programs, states, and an update of those that are trained."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -9,8 +9,9 @@ import jax
 from dapo_jax.config.experiment import Config, Optimizer
 from dapo_jax.learner.batches import CRITIC, Mean, TrainBatch, TrainState
 from dapo_jax.learner.metrics import RATIO_HISTOGRAM
+from dapo_jax.learner.packing import Segment
 from dapo_jax.learner.policy import IMPORTANCE_SQUARE
-from dapo_jax.learner.update import Learner, UpdateOutputs, learning_rate
+from dapo_jax.learner.update import AveragedLearner, Learner, UpdateOutputs, learning_rate
 from dapo_jax.model.decoder import DecoderConfig
 
 POLICY = "policy"
@@ -27,8 +28,11 @@ class Model(NamedTuple):
 class TokenScorer:
     """A model beside the policy: its program, and its parameters if it is frozen."""
 
-    learner: Learner | None  # None: no score pass, the policy's update reads the parameters
+    # None: no score pass, the policy's update reads the parameters
+    learner: "Learner | AveragedLearner | None"
     params: Any = None  # None: the model is trained, and `LearnerStates` has them
+    # Responses -> those that it scores, behind prompts of its own; None: it scores the policy's.
+    tell: Callable[[Sequence[Segment]], list[Segment]] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,8 +42,8 @@ class LearnerPrograms:
     policy: Learner
     scorers: Mapping[str, TokenScorer] = dataclasses.field(default_factory=dict)
 
-    def trained(self) -> dict[str, Learner]:
-        """Return the programs of the models that are trained, by name; the policy is the first."""
+    def trained(self) -> dict[str, Any]:
+        """Return the programs of the models that have a state, by name; the policy is the first."""
         pairs = self.scorers.items()
         others = {name: s.learner for name, s in pairs if s.learner and s.params is None}
         return {POLICY: self.policy} | others
@@ -108,6 +112,9 @@ def update(
         return states, []
     new, records = states.by_name(), []
     for name, learner in programs.trained().items():
+        if isinstance(learner, AveragedLearner):
+            new[name] = learner.update(new[name], new[POLICY].params)
+            continue
         outputs = UpdateOutputs({})
         if rates[name]:
             new[name], outputs = learner.update(new[name], batch, microbatches, rates[name])

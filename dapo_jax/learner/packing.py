@@ -46,6 +46,13 @@ class Segment(NamedTuple):
     def length(self) -> int:
         return len(self.prompt.tokens) + len(self.completion.tokens)
 
+    def behind(self, tokens: np.ndarray) -> "Segment":
+        """Return the response behind the tokens of another prompt."""
+        prompt = dataclasses.replace(self.prompt, tokens=tokens)
+        return self._replace(
+            prompt=prompt, completion=dataclasses.replace(self.completion, routes=None)
+        )
+
 
 class Member(NamedTuple):
     """A response within a `PromptGroup`."""
@@ -299,6 +306,18 @@ def place_tokens(per_token: Sequence[np.ndarray], response_index: np.ndarray) ->
     placed = np.zeros(flat.shape)
     placed[order[np.count_nonzero(flat < 0) :]] = np.concatenate(per_token)
     return placed.reshape(response_index.shape)
+
+
+def move_tokens(
+    values: np.ndarray, source: np.ndarray, target: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Move values of sampled tokens from packed rows to others, by the `response_index` of both.
+
+    The second array is true where there is one: other rows may lack responses.
+    """
+    index = np.where(np.isin(target, source), target, -1)
+    order = np.argsort(source, axis=None, kind="stable")[np.count_nonzero(source < 0) :]
+    return place_tokens([values.ravel()[order]], index), index >= 0
 
 
 def take_tokens(values: np.ndarray, response_index: np.ndarray) -> list[np.ndarray]:

@@ -1,5 +1,6 @@
 """The score pass: log-probs and values of a rollout batch before its updates."""
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,8 +23,14 @@ from dapo_jax.learner.batches import (
 from dapo_jax.learner.learners import LearnerPrograms, LearnerStates
 from dapo_jax.learner.losses import estimate_kl
 from dapo_jax.learner.minibatches import Minibatches, trained_tokens
-from dapo_jax.learner.packing import place_tokens, tree_index
-from dapo_jax.learner.update import Learner
+from dapo_jax.learner.packing import (
+    Segment,
+    move_tokens,
+    pack_updates,
+    place_tokens,
+    tree_index,
+)
+from dapo_jax.learner.update import AveragedLearner, Learner
 from dapo_jax.runtime.clock import timed
 from dapo_jax.runtime.sharding import to_host
 from dapo_jax.types.structs import Group, present
@@ -42,7 +49,10 @@ def score_pass(
     unrouted = rollouts.replace(routes=None)  # only the policy replays routes
 
     def score(
-        learner: Learner, params: Any, rollouts: PackedRows = unrouted, first: int = 0
+        learner: Learner | AveragedLearner,
+        params: Any,
+        rollouts: PackedRows = unrouted,
+        first: int = 0,
     ) -> TokenScores:
         """Score the minibatches from the first one on."""
         counts = minibatches.microbatches
@@ -71,8 +81,38 @@ def score_pass(
     for name, model in learners.scorers.items():
         if model.learner:
             params = states.others[name].params if model.params is None else model.params
-            scores[name] = score(model.learner, params).values
+            if model.tell:
+                told = model.tell(minibatches.responses())
+                default = present(old, "old_logprobs")
+                scores[name] = _score_told(config, model.learner, params, told, rollouts, default)
+            else:
+                scores[name] = score(model.learner, params).values
     return ScoredBatch(rollouts, old, scores, energies, entropies)
+
+
+def _score_told(
+    config: Config,
+    learner: Learner | AveragedLearner,
+    params: Any,
+    told: Sequence[Segment],  # responses behind other prompts
+    rollouts: PackedRows,
+    default: Any,  # [U, M, R, T] of tokens that no prompt was told for
+) -> Any:
+    """Return log-probs of the sampled tokens behind other prompts, at their places in `rollouts`.
+
+    The rows are as long as those of the policy, doubled until the longest response fits.
+    """
+    if not told:
+        return default
+    packing = dataclasses.replace(config.rows(), share_prompts=False)
+    while packing.row_tokens < max(segment.length for segment in told):
+        packing = dataclasses.replace(packing, row_tokens=2 * packing.row_tokens)
+    packed, used = pack_updates([told], packing)
+    rows = tree_index(packed, 0)
+    values = to_host(learner.score(params, rows, used[0]).values)
+    index = np.asarray(rollouts.response_index)
+    moved, scored = move_tokens(values, np.asarray(rows.response_index), index)
+    return np.where(scored, moved, to_host(default)).astype(np.float32)
 
 
 @timed("score")

@@ -269,6 +269,28 @@ class Learner:
         return new, outputs._replace(means=means | measured)
 
 
+class AveragedLearner:
+    """An exponential mean of a policy's parameters: m += rate (p - m) after each of its updates.
+
+    Its state is a `TrainState` without an optimizer; it scores as the policy does.
+    """
+
+    def __init__(self, policy: Learner, rate: float):
+        self.score, self.lower = policy.score, policy.lower
+        self.abstract_state = policy.abstract_state.replace(opt_state=())
+        shardings = policy.shardings.replace(opt_state=())
+
+        def start(params: Any) -> TrainState:
+            return TrainState(params, (), jnp.zeros((), jnp.int32))
+
+        def move(state: TrainState, params: Any) -> TrainState:
+            mean = jax.tree.map(lambda m, p: m + rate * (p - m), state.params, params)
+            return TrainState(mean, (), state.update_count + 1)
+
+        self.start = jax.jit(start, out_shardings=shardings)
+        self.update = jax.jit(move, donate_argnums=0, out_shardings=shardings)
+
+
 def apply_gradient(
     optimizer: optax.GradientTransformation,
     state: TrainState,

@@ -26,6 +26,7 @@ from dapo_jax.learner.critic import RewardModel, critic_learner, scalar_config
 from dapo_jax.learner.learners import POLICY, LearnerPrograms, Model, TokenScorer
 from dapo_jax.learner.minibatches import TokenWeights, row_choice
 from dapo_jax.learner.policy import PolicySettings, policy_learner
+from dapo_jax.learner.update import AveragedLearner
 from dapo_jax.model import (
     cudnn_attention,
     load_huggingface,
@@ -214,10 +215,12 @@ def open_learners(
     mesh: jax.sharding.Mesh,
     frozen: Any,
     others: Mapping[str, Model] = MappingProxyType({}),
+    tell: Callable[..., Any] | None = None,
 ) -> LearnerPrograms:
     """Return the programs of the policy, and of the models that the algorithm has beside it.
 
     Args:
+        tell: writes the prompts of the teacher; None: it reads those of the policy.
         others: frozen models by name: the reference, the teacher. For 'jsd', the policy's update
             reads the teacher itself.
     """
@@ -236,8 +239,14 @@ def open_learners(
         rates, shape = config.critic.optimizer, scalar_config(decoder)
         scorers[CRITIC] = TokenScorer(keep(critic_learner, algorithm, rates, shape, mesh))
     if teacher := others.get(TEACHER):
-        learner = None if read else keep(policy_learner, plain, optimizer, teacher.decoder, mesh)
-        scorers[TEACHER] = TokenScorer(learner, teacher.params)
+        own = config.extras.teacher
+        learner: Any = None
+        if own.average:
+            averaged = AveragedLearner(policy, own.average)
+            teacher, learner = teacher._replace(params=None), averaged
+        elif not read:
+            learner = keep(policy_learner, plain, optimizer, teacher.decoder, mesh)
+        scorers[TEACHER] = TokenScorer(learner, teacher.params, tell)
     return LearnerPrograms(policy, scorers)
 
 
@@ -293,7 +302,7 @@ class Components:
         The critic's are those of the folder of a policy or a reward model.
         """
         folder, mesh = self.config.model.folder, self.learners.policy.mesh
-        if model == POLICY:
+        if model in (POLICY, TEACHER):  # an averaged teacher
             adapters = self.config.lora.folder
             return load_trained(folder, self.decoder, mesh, self.config.seed, adapters)
         own = self.config.critic.folder
@@ -351,7 +360,13 @@ def load_reference(
         field = "model.reference_folder"
         check_same_model(field, folder, policy, lambda shape: shape)
         return load_whole(folder, decoder, mesh, config.seed, field)
-    trained = load_trained(policy, decoder, mesh, config.seed, config.lora.folder, cast=True)
+    return load_first(config, decoder, mesh, frozen)
+
+
+def load_first(config: Config, decoder: DecoderConfig, mesh: jax.sharding.Mesh, frozen: Any) -> Any:
+    """Return the policy before the first step, for a forward pass; it shares `frozen`."""
+    folder, adapters = config.model.folder, config.lora.folder
+    trained = load_trained(folder, decoder, mesh, config.seed, adapters, cast=True)
     return trainable.join(frozen, trained)
 
 
@@ -364,6 +379,17 @@ def load_whole(
     """
     frozen = load_frozen(folder, decoder, mesh, field)
     return trainable.join(frozen, load_trained(folder, decoder, mesh, seed, field=field, cast=True))
+
+
+def load_teacher(
+    config: Config, decoder: DecoderConfig, mesh: jax.sharding.Mesh, frozen: Any
+) -> Model:
+    """Return the teacher: a folder's model, or the policy before the first step."""
+    if config.extras.teacher.folder:
+        return feature("teacher").load_teacher(config, decoder, mesh)
+    if config.extras.teacher.average:
+        return Model(decoder, None)  # its state is the policy's at first
+    return Model(decoder, load_first(config, decoder, mesh, frozen))
 
 
 def load_reward_model(config: Config, mesh: jax.sharding.Mesh) -> RewardModel | None:
@@ -413,8 +439,8 @@ def open_decoder(
     decoder = choose_recording(config.algorithm, decoder, training)
     check_divisible(decoder, mesh)
     if training and config.algorithm.distils:
-        teacher = config.extras.teacher.folder
-        check_same_model("extras.teacher.folder", teacher, folder, lambda shape: None)
+        if teacher := config.extras.teacher.folder:
+            check_same_model("extras.teacher.folder", teacher, folder, lambda shape: None)
         feature("teacher").read_shape(config, decoder, mesh)
     return decoder, mesh, sampling_mesh
 
@@ -448,6 +474,9 @@ def open_prompts(
     functions = find_functions(list(config.reward.weights()), extras=config.extras)
     verifier = open_verifier(config.reward, config.extras)
     columns = verifier.columns(wanted_columns(functions.values()))
+    if training and config.extras.teacher.prompt:
+        named = feature("teacher_prompts").columns_of(config)
+        columns = columns._replace(required=columns.required | named)
     tools = tool_schemas(config.environment)
     template = config.data.template
     require(not tools or template == "chat", "data.template", template, "chat, which shows tools")
@@ -493,11 +522,14 @@ def build(
             )
         others: dict[str, Model] = {}
         if training and config.algorithm.distils:
-            others[TEACHER] = feature("teacher").load_teacher(config, decoder, mesh)
+            others[TEACHER] = load_teacher(config, decoder, mesh, frozen)
         if training and config.algorithm.reference:
             reference = load_reference(config, decoder, mesh, frozen)
             others[REFERENCE] = Model(decoder, reference)
-        learners = open_learners(config, decoder, mesh, frozen, others)
+        tell = None
+        if training and config.extras.teacher.prompt:
+            tell = feature("teacher_prompts").told_segments(config, prompts)
+        learners = open_learners(config, decoder, mesh, frozen, others, tell)
         pool = RewardPool(config.reward, tokenizer.split, config.extras)
         model = load_reward_model(config, mesh)
         sampler = Scheduler(engine, tokenizer, config.seed, environments)

@@ -44,7 +44,7 @@ def test_tables_have_dates_and_exact_numbers():
 @pytest.mark.parametrize(
     ("tests", "reason"),
     [
-        (None, "has no column 'tests', which a reward function takes; it has question, answer"),
+        (None, "has no column 'tests', which rewards or teachers take; it has question, answer"),
         (b"x", "the column 'tests', for a reward function: bytes is no JSON value"),
         ("x" * 2000, "the columns tests have 2,0.. bytes as JSON; .* at most 1,000: let them name"),
     ],

@@ -1,26 +1,30 @@
 """Distillation against loops from the papers and in whole runs; two steps of every preset."""
 
 import dataclasses
+import types
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import TINY
+from conftest import TINY, make_completion, make_prompt
 from learners import RNG, SEGMENTS, assert_close, make_batch, place
 from small_runs import equal, make_groups, make_quick_config, open_run, read_rows, start, step_on
 from teachers import LARGE, divergence_by_definition, make_teacher, write_teacher
 
 from dapo_jax import algorithms
-from dapo_jax.config.experiment import Compute, Config, Optimizer
+from dapo_jax.config.experiment import Checkpoint, Compute, Config, Optimizer
 from dapo_jax.extras.distillation.divergence import Divergence
+from dapo_jax.extras.distillation.prompts import told_segments
 from dapo_jax.learner.advantages import estimate, gather_feedback
+from dapo_jax.learner.packing import Segment
 from dapo_jax.learner.policy import TEACHER, PolicySettings, policy_learner, policy_objective
 from dapo_jax.model.decoder import Decoder, abstract_params, head_kernel
 from dapo_jax.run import checks
 from dapo_jax.run.build import build
 from dapo_jax.runtime import sharding
 from dapo_jax.types.errors import ConfigError
+from dapo_jax.types.structs import Problem, Turn
 
 SHAPE = dataclasses.replace(LARGE, vocab=TINY.vocab)  # as a run holds it
 # Every third token of a response has no loss.
@@ -181,6 +185,157 @@ def test_a_teacher_that_does_not_fit_is_refused_before_anything_is_loaded(
     for folder, words in ((other, "tokenizer"), (small, "at least the policy's 32 tokens")):
         with pytest.raises(ConfigError, match=f"extras.teacher.folder = '{folder}'.*{words}"):
             build(make(tiny_folder, folder, tmp_path))
+
+
+# --- the policy as its own teacher, with a prompt that tells more ---------------------------------
+
+
+def tell(tiny_folder, run_dir, prompt, preset="sdft", average=0.0, **changes) -> Config:
+    teacher = {"prompt": prompt, "average": average}
+    given = {"extras": {"teacher": teacher}} | changes
+    return make_quick_config(tiny_folder, run_dir, preset, updates=1, **given)
+
+
+def scores_by_loop(parts, params, group, text):
+    """Log-probs of each response behind its teacher's prompt, one at a time; None: not told."""
+    problem = parts.prompts.problem(group.prompt.index)
+    for i, completion in enumerate(group.completions):
+        right = [j for j in range(len(group.correct)) if group.correct[j] and j != i]
+        told = {
+            "answer": problem.answer,
+            "sibling": group.completions[right[0]].text if right else "",
+        }
+        if not any(told[name] for name in told if f"{{{name}}}" in text):
+            yield None
+            continue
+        prompt = parts.prompts.encode(problem, text.format(problem=problem.text, **told))
+        row = np.zeros((1, 32), np.int32)
+        tokens = np.array([*prompt, *completion.tokens])
+        row[0, : tokens.size] = tokens
+        segments, places = (np.arange(32)[None] < tokens.size) * 1, np.arange(32)[None]
+        hidden = Decoder(parts.decoder).apply({"params": params}, row, segments, places)
+        logits = np.float64(hidden[0] @ head_kernel(params)) / parts.config.sampler.temperature
+        logprobs = logits - np.logaddexp.reduce(logits, axis=-1, keepdims=True)
+        yield np.array([logprobs[t - 1, row[0, t]] for t in range(len(prompt), tokens.size)])
+
+
+@pytest.mark.parametrize(
+    ("preset", "text"), [("sdft", "{answer}={problem}"), ("rlsd", "{sibling}{problem}")]
+)
+def test_the_teacher_scores_responses_behind_a_prompt_of_its_own(
+    base, alone, tmp_path, preset, text
+):
+    """log p_T - log p_S; RLSD: A (1 - c + c clip((p_T / p_S)^sign(A), 0.8, 1.2)), c = 0.5."""
+    config = tell(base, tmp_path, text, preset)
+    parts = build(config)
+    groups = [
+        dataclasses.replace(
+            group,
+            completions=tuple(
+                dataclasses.replace(completion, text=f"{i}+")
+                for i, completion in enumerate(group.completions)
+            ),
+            correct=np.arange(4) == first,
+        )
+        for first, group in enumerate(make_groups(config))
+    ]
+    state = start(parts)
+    params = jax.device_get(state.learners.policy.params)
+    expected = [s for group in groups for s in scores_by_loop(parts, params, group, text)]
+    _, record = step_on(parts, state, groups)
+    parts.close()
+    index = record.feedback.response_index
+    unclipped = dataclasses.replace(record.feedback, teacher_log_ratios=None)
+    plain = estimate(config.algorithm, unclipped)[0]
+    old = record.updates[0].batch.scored.old_logprobs
+    for i, scores in enumerate(expected):
+        at = index == i
+        gaps = 0.0 if scores is None else scores - np.float64(old)[at[0]]
+        wanted = gaps + 0 * plain[at]
+        if preset == "rlsd":
+            share = np.clip(np.exp(np.sign(plain[at]) * gaps), 0.8, 1.2)
+            wanted = plain[at] * (0.5 + 0.5 * share)
+        np.testing.assert_allclose(record.advantages[at], wanted, rtol=1e-4, atol=2e-5)
+    # The only correct response of a group has no sibling.
+    assert sum(scores is None for scores in expected) == (4 if preset == "rlsd" else 0)
+
+
+def test_the_evidence_of_a_teacher_is_the_papers_loop():
+    """RLSD, 2604.03128, to 1e-6, also where a ratio would overflow."""
+    ratios = np.where(RNG.random(INDEX.shape) < 0.2, 1000.0, RATIOS)
+    algorithm = dataclasses.replace(algorithms.rlsd(), distillation_coefficient=0.7)
+    actual, plain = (estimate(algorithm, feedback(r))[0] for r in (ratios, None))
+    for at in np.ndindex(INDEX.shape):
+        wanted = float(plain[at])
+        if TRAINED[at] and wanted:
+            power = min(50.0, max(-50.0, np.sign(wanted) * ratios[at]))
+            wanted *= (1 - 0.7) + 0.7 * min(1.2, max(0.8, float(np.exp(power))))
+        np.testing.assert_allclose(actual[at], wanted, rtol=1e-6)
+
+
+def test_a_teacher_is_told_what_the_environment_said_and_the_columns_of_the_row():
+    config = Config()
+    config.extras.teacher.prompt = "{problem}|{hint}|{sibling}|{feedback}"
+    problem = Problem("id", "1+2", "3", "file", columns='{"hint": null}')
+    stub = types.SimpleNamespace(problem=lambda i: problem, encode=lambda _, text: [*text.encode()])
+    tell = told_segments(config, stub)
+    turns = Turn(True, 1, "4"), Turn(False, 1, "too high"), Turn(True, 1, "3")
+    talked = dataclasses.replace(make_completion([5, 6, 7]), text="3", turns=turns)
+    silent = dataclasses.replace(make_completion([5]), text="4")
+    prompts = make_prompt(0, [3]), make_prompt(1, [3])
+
+    def texts(*segments):
+        return {s.index: bytes(s.prompt.tokens.tolist()).decode() for s in tell(segments)}
+
+    both = Segment(prompts[0], talked, 0), Segment(prompts[0], silent, 1, correct=False)
+    other = Segment(prompts[1], silent, 2, correct=False)  # knows nothing
+    assert texts(*both, other) == {0: "1+2|||too high", 1: "1+2||3|"}
+
+
+def test_an_averaged_teacher_follows_the_policy_and_resumes_bit_for_bit(base, alone, tmp_path):
+    """m += 0.25 (p - m) after each update; its scores decide the next step."""
+
+    def states(run_dir, stops):
+        changes = {"checkpoint": Checkpoint(every_steps=1), "total_steps": 3}
+        config = tell(base, run_dir, "{answer}={problem}", "sdpo", 0.25, **changes)
+        seen = []
+        for steps in stops:
+            with open_run(config) as run:
+                seen.append(jax.device_get(run.state.learners.by_name()))
+                for _ in range(steps):
+                    run.step()
+                    run.keep()
+                    seen.append(jax.device_get(run.state.learners.by_name()))
+        return seen
+
+    whole, resumed = states(tmp_path / "a", [3]), states(tmp_path / "b", [1, 2])
+    for before, after in zip(whole, whole[1:], strict=False):
+        pairs = before["teacher"].params, after["policy"].params
+        wanted = jax.tree.map(lambda m, p: m + np.float32(0.25) * (p - m), *pairs)
+        assert_close(after["teacher"].params, wanted, 1e-6)
+        assert not equal(after["teacher"].params, after["policy"].params)
+    assert equal(whole[-1], resumed[-1])
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("{problem} {proof}", "data.source.*proof"),
+        ("{problem} {answer", "extras.teacher.prompt.*expected"),
+        ("{problem}", "extras.teacher.prompt.*tells more"),
+        ("{answer.real}", "extras.teacher.prompt.*NAME"),
+        ("{answer!r}", "extras.teacher.prompt.*NAME"),
+        ("{}", "extras.teacher.prompt.*NAME"),
+        ("the answer", "extras.teacher.prompt.*NAME"),
+    ],
+)
+def test_a_bad_template_of_a_teacher_is_refused_before_anything_is_loaded(
+    base, alone, tmp_path, monkeypatch, text, words
+):
+    monkeypatch.delattr("dapo_jax.run.build.load_frozen")
+    with pytest.raises(ConfigError, match=words) as error:
+        build(tell(base, tmp_path, text))
+    assert "\n" not in str(error.value)
 
 
 # --- two steps of every preset -------------------------------------------------------------------

@@ -24,7 +24,7 @@ MAX_TEST_LINES = 34_800
 EXTRAS = {
     "alerts": 150,
     "code": 775,
-    "distillation": 296,
+    "distillation": 398,
     "doctor": 191,
     "environments": 450,
     "exact": 161,

@@ -30,6 +30,8 @@ def read_shape(
     """Return the shape of the folder. Raises `ConfigError` if it does not fit policy or mesh."""
     settings = config.extras.teacher
     folder = settings.folder
+    if not folder:
+        return policy
     numbers = numerics(config.compute, mesh, config.rows().row_tokens) | {"remat": "none"}
     if settings.dtype != "auto":
         numbers["dtype"] = jnp.dtype(settings.dtype)

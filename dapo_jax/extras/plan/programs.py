@@ -23,6 +23,7 @@ from dapo_jax.extras.plan.chips import Topology, compiler_options, target_device
 from dapo_jax.extras.plan.published_shapes import read_shape
 from dapo_jax.learner.batches import REFERENCE, TEACHER, PackedRows, ScoredBatch, TrainBatch
 from dapo_jax.learner.learners import LearnerPrograms, Model
+from dapo_jax.learner.update import Learner
 from dapo_jax.model import decoder as decoders
 from dapo_jax.model import param_paths
 from dapo_jax.model.decoder import DecoderConfig
@@ -152,7 +153,7 @@ def training_programs(layout: Layout, microbatches: int) -> Iterator[Program]:
             continue
         lower = functools.partial(model.learner.lower, "score", rollouts, model.params)
         yield Program(f"{name} score", lower, alive)
-        if model.params is None:
+        if model.params is None and isinstance(model.learner, Learner):
             lower = functools.partial(model.learner.lower, "update", batch)
             yield Program(f"{name} update", lower, alive)
 
