@@ -453,6 +453,7 @@ ESTIMATORS: dict[str, Estimator] = {
     "reward_parts": reward_parts,
     "pass_at_k": pass_at_k,
     "best_minus_second": _per_response(best_minus_second),
+    "real": real,
     "batch_centre": _per_response(batch_centre),
     "reward": _per_response(lambda rewards, groups: rewards),
     "reward_to_go": reward_to_go,
@@ -461,7 +462,6 @@ ESTIMATORS: dict[str, Estimator] = {
     # Imitation of the trained responses.
     "one": lambda algorithm, feedback: np.where(feedback.on_response, 1.0, 0.0),
     "preference": preference,
-    "real": real,
     # Rewards are not used, only a teacher.
     "zero": lambda algorithm, feedback: np.zeros(feedback.response_index.shape),
 }

@@ -392,6 +392,18 @@ def load_teacher(
     return Model(decoder, load_first(config, decoder, mesh, frozen))
 
 
+def load_others(
+    config: Config, decoder: DecoderConfig, mesh: jax.sharding.Mesh, frozen: Any
+) -> dict[str, Model]:
+    """Return the teacher and the reference that the algorithm has, by name."""
+    others: dict[str, Model] = {}
+    if config.algorithm.distils:
+        others[TEACHER] = load_teacher(config, decoder, mesh, frozen)
+    if config.algorithm.reference:
+        others[REFERENCE] = Model(decoder, load_reference(config, decoder, mesh, frozen))
+    return others
+
+
 def load_reward_model(config: Config, mesh: jax.sharding.Mesh) -> RewardModel | None:
     """Return the learned reward model, or None if the config has none."""
     folder = config.reward.model_folder
@@ -520,12 +532,7 @@ def build(
             check_same_model(
                 "critic.folder", config.critic.folder, config.model.folder, scalar_config
             )
-        others: dict[str, Model] = {}
-        if training and config.algorithm.distils:
-            others[TEACHER] = load_teacher(config, decoder, mesh, frozen)
-        if training and config.algorithm.reference:
-            reference = load_reference(config, decoder, mesh, frozen)
-            others[REFERENCE] = Model(decoder, reference)
+        others = load_others(config, decoder, mesh, frozen) if training else {}
         tell = None
         if training and config.extras.teacher.prompt:
             tell = feature("teacher_prompts").told_segments(config, prompts)
