@@ -238,6 +238,16 @@ def effects_table() -> str:
     return _table(rows)
 
 
+def knobs_table() -> str:
+    """A row for each combination of the four switches."""
+    rows = []
+    for name in COMBINATIONS:
+        found = runs(name)
+        row = {"combination": f"`{name}`", "accuracy": written(estimate(found))}
+        rows.append(row | _cut_and_sampled(found))
+    return _table(rows)
+
+
 CLAIM_BASES = {  # the runs that a claim is held against
     "dr_grpo": "none",
     "gspo": "none",
@@ -280,5 +290,6 @@ def tables() -> dict[str, str]:
     return {
         "ladder": ladder_table(),
         "effects": effects_table(),
+        "knobs": knobs_table(),
         "claims": claims_table(),
     }

@@ -33,6 +33,7 @@ ESTIMATOR_TRAITS = {
     "reward_parts": "group",
     "pass_at_k": "group",
     "best_minus_second": "group",
+    "real": "group log_ratios",
     "batch_centre": "",
     "reward": "",
     "reward_to_go": "per_token",
@@ -40,7 +41,6 @@ ESTIMATOR_TRAITS = {
     "length_adaptive_gae": "per_token values",
     "one": "no_reward",
     "preference": "group no_reward",
-    "real": "group log_ratios",
     "zero": "no_reward",
 }
 

@@ -58,7 +58,7 @@ def read_first_rows(name: str) -> list[dict[str, Any]]:
     with naming("data", name):
         rows = [row for _, row in itertools.islice(itertools.chain(*files), MAX_ROWS)]
     objects = [row for row in rows if isinstance(row, dict)]
-    first = f"; the first is {rows[0]!s:.100}" if rows else "; there is none"
+    first = f"; first row: {rows[0]!s:.100}" if rows else "; there is none"
     require(bool(objects), "data", name, f"a file of rows with named fields{first}")
     return objects
 

@@ -187,7 +187,8 @@ def on_gpus(cloud, *words: str, expect: int = 0) -> str:
     return cloud.call(*words, *TRAINER, script="gpu.sh", path=STUBS / "worker", expect=expect)
 
 
-def test_a_run_on_gpus_is_started_again_and_ends(cloud):
+def test_a_run_on_gpus_is_started_again_and_ends(cloud, monkeypatch):
+    monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR", raising=False)
     cloud.plays(runs=[{"code": 75, "at": 2}, {}])
     output = on_gpus(cloud)
     assert "launch: 2 GPU(s)" in output and "from step 2" in output

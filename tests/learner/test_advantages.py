@@ -62,7 +62,7 @@ ENERGIES = [[abs(x) for x in own] for own in draws()]
 def feedback(penalties=None, values=None, rubbish=np.nan, rewards=REWARDS, **changes):
     """Feedback with NaN (or other rubbish) wherever no response stands."""
     per_token = {"penalties": penalties, "values": values} | {
-        name: changes.pop(name, None) for name in ("log_ratios", "energies")
+        name: changes.pop(name, None) for name in ("log_ratios", "energies", "sampler_log_ratios")
     }
     per_token = {k: placed(v, rubbish) for k, v in per_token.items() if v is not None}
     parts = {"reward_parts": rewards[None], "part_weights": np.ones(1)}
@@ -392,7 +392,7 @@ def test_reinforce_pp_whitens_over_tokens(name):
 @pytest.mark.parametrize("rubbish", [np.nan, np.inf, -np.inf])
 def test_rubbish_off_the_responses_reaches_no_estimator(rubbish):
     """Nor the rewards, nor the returns."""
-    options = {"log_ratios": LOG_RATIOS, "energies": ENERGIES}
+    options = {"log_ratios": LOG_RATIOS, "energies": ENERGIES, "sampler_log_ratios": LOG_RATIOS}
     known, clean = (feedback(PENALTIES, VALUES, fill, **options) for fill in (rubbish, 0.0))
     np.testing.assert_array_equal(known.rewards, clean.rewards)
     for name, whitened in itertools.product(ESTIMATORS, (False, True)):

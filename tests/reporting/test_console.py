@@ -17,6 +17,7 @@ from small_runs import CLOCKED, ROOT, make_short_config, read_rows
 from dapo_jax.reporting.console import PROGRAMS, WIDTH, Progress, step_lines
 from dapo_jax.run.run import train
 from dapo_jax.runtime.processes import print_error, printable
+from dapo_jax.runtime.storage.output_folder import LOCK
 from dapo_jax.types.errors import ConfigError
 from dapo_jax.types.structs import Group, Verdict
 
@@ -169,7 +170,7 @@ def test_a_finished_folder_says_so_and_what_to_do(piped, base, alone, capsys):
     folder = piped[0] / "run"
     config = make_short_config(base, folder)
     summary = folder / "summary.json"
-    files = [path for path in folder.rglob("*") if path.is_file()]
+    files = [path for path in folder.rglob("*") if path.is_file() and path.name != LOCK]
     before = [path.stat().st_mtime_ns for path in files]
     assert train(config) == json.loads(summary.read_text())
     output = capsys.readouterr().out
