@@ -87,10 +87,10 @@ class Workload:
 
     def draw(self, logits, keys, positions, rule):
         """Draw as the sampler does, but end each response at its own limit and nowhere else."""
-        tokens, logprobs, _ = sample_tokens(logits, keys, positions, rule)
+        tokens, logprobs, supports = sample_tokens(logits, keys, positions, rule)
         apart = jax.vmap(lambda key: jax.random.normal(jax.random.fold_in(key, 2**31 - 1)))
         last = positions + 1 >= self.limits(apart(keys))
-        return jnp.where(last, END, jnp.where(tokens == END, OTHER, tokens)), logprobs
+        return jnp.where(last, END, jnp.where(tokens == END, OTHER, tokens)), logprobs, supports
 
     def config(self, folder: str) -> dapo_jax.Config:
         """Return one update per rollout batch, as the peers have it; nothing is filtered."""
