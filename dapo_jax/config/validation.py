@@ -20,7 +20,8 @@ advantage=preference -> token_weights=: its margins weight all tokens equally
 advantage!=preference -> trained_responses!=pairs aggregate!=pair_sum
 advantage=one -> trained_responses=correct: it imitates wrong answers too
 advantage=@no_reward -> whiten=false overlong_punishment=false covariance=none: it reads no reward
-advantage=@no_reward -> length_penalty=0: it reads no reward
+advantage=@no_reward|pass_at_k|real -> length_penalty=0: it reads no reward
+advantage=real -> overlong_punishment=false whiten=false: it reads no reward
 advantage=@no_reward -> kl=none|loss: it reads no reward
 advantage=@no_reward distillation!=reverse -> importance_cap=0 rejection=none: no expectation
 trained_responses!=all -> whiten=false: it would push half of them down

@@ -48,7 +48,7 @@ MEANINGS: dict[str, Callable[[str], Any]] = {
 class RunProgress:
     """State of a run beside its arrays."""
 
-    heldout_before: float | None = None  # held-out accuracy before the first step
+    heldout_before: float | None = None  # leading held-out score before the first step
     seconds: float = 0.0  # duration of the run, over all its processes
     unwritten: dict[str, float] | None = None  # metrics of a step that is not evaluated yet
     skipped: dict[str, int] = dataclasses.field(default_factory=dict)  # see `count_skipped`

@@ -54,7 +54,7 @@ def setting_warnings(config: Config, sources: Sequence[Source]) -> Iterator[str]
             f"optimizer.warmup_steps = {warmup} is longer than the run: the learning rate reaches "
             f"only {steps / warmup:.0%} of its peak (total_steps = {steps})"
         )
-    is_corrected = config.algorithm.importance_cap or config.algorithm.old_logprobs == "sampler"
+    is_corrected = config.algorithm.importance_cap or config.algorithm.old_logprobs != "recompute"
     for field in () if is_corrected else ("cache_dtype", "weights_dtype"):
         if (dtype := getattr(config.sampler, field)) != "auto":
             yield (
