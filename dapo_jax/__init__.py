@@ -27,12 +27,13 @@ __version__ = "0.1.0"
 if sys.argv[:1] == ["-m"] and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
-_MODULES = {name: f"dapo_jax.learner.{name}" for name in ("losses", "advantages")}
+_MODULES = {name: f"learner.{name}" for name in ("losses", "advantages")}
+_MODULES["algorithms"] = "config.presets"
 # Module of every other public name: module, or module:name if the name differs.
 _DEFINED_IN = {
-    "Algorithm": "algorithms",
-    "preset": "algorithms",
-    "presets": "algorithms:PRESETS",
+    "Algorithm": "config.algorithm",
+    "preset": "config.presets",
+    "presets": "config.presets:PRESETS",
     "JudgeUnavailable": "types.structs",
     "Observation": "types.structs",
     "is_equivalent": "extras.math.algebra_process",
@@ -55,8 +56,6 @@ _DEFINED_IN |= dict.fromkeys(_SUPERVISED, "extras.sft.settings")
 __all__ = sorted([*_MODULES, *_DEFINED_IN])  # pyright: ignore[reportUnsupportedDunderAll]
 
 if TYPE_CHECKING:  # the same names, for editors and type checkers
-    from dapo_jax.algorithms import PRESETS as presets
-    from dapo_jax.algorithms import Algorithm, preset
     from dapo_jax.commands.api import (
         ModelFolder,
         Result,
@@ -68,6 +67,8 @@ if TYPE_CHECKING:  # the same names, for editors and type checkers
         sft,
         train,
     )
+    from dapo_jax.config import presets as algorithms
+    from dapo_jax.config.algorithm import Algorithm
     from dapo_jax.config.experiment import (
         Checkpoint,
         Compute,
@@ -90,6 +91,8 @@ if TYPE_CHECKING:  # the same names, for editors and type checkers
         Sampler,
         Watch,
     )
+    from dapo_jax.config.presets import PRESETS as presets
+    from dapo_jax.config.presets import preset
     from dapo_jax.extras.math.algebra_process import is_equivalent
     from dapo_jax.extras.report.command import ReportConfig
     from dapo_jax.extras.sft.settings import Architecture, DpoConfig, OwnData, SftConfig
@@ -102,7 +105,7 @@ if TYPE_CHECKING:  # the same names, for editors and type checkers
 
 def __getattr__(name: str) -> Any:
     if name in _MODULES:
-        return importlib.import_module(_MODULES[name])
+        return importlib.import_module(f"dapo_jax.{_MODULES[name]}")
     if name not in _DEFINED_IN:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     module, _, other_name = _DEFINED_IN[name].partition(":")

@@ -8,35 +8,32 @@ import functools
 import json
 import os
 import pathlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from dapo_jax.commands.command_line import find_preset
 from dapo_jax.commands.evaluate import SHORT_NAMES
 from dapo_jax.config.experiment import Config, ExportConfig
 from dapo_jax.config.files import read_config, with_preset
 from dapo_jax.config.settings import check_settings, with_values
 from dapo_jax.run import checks
-from dapo_jax.run.policy import Environment, File, Policy, Tools, environment_settings
+from dapo_jax.run.objects import Environment, File, Rewards, Tools, source_name, with_objects
+from dapo_jax.run.policy import Policy
 from dapo_jax.runtime import processes
 from dapo_jax.runtime.registry import feature
-from dapo_jax.runtime.workers.pickled_functions import register_function
 from dapo_jax.types.errors import ConfigError, nearest, require
 
 if TYPE_CHECKING:
     import pyarrow
 
-RewardFunction = Callable[..., Any]  # any arguments: columns too
-Rewards = RewardFunction | Mapping[RewardFunction | str, float]
 T = TypeVar("T")
 
 
 def load(config: Any, kind: type[T]) -> T:
     """Return a config, reading it if it is the name of a file. Raises `ConfigError`."""
     if isinstance(config, str | os.PathLike):
-        return read_config(kind, os.fspath(config), find_preset)
+        return read_config(kind, os.fspath(config))
     require(isinstance(config, kind), "(config)", config, f"a {kind.__name__} or a file's name")
-    return with_preset(config, find_preset)
+    return with_preset(config)
 
 
 class _Trained(os.PathLike[str]):
@@ -101,42 +98,6 @@ class ModelFolder(_Trained):
         return self.path
 
 
-def _with_objects(
-    config: Config,
-    data: Any,
-    reward: Rewards | None,
-    in_process: bool,
-    environment: Environment | None,
-    tools: Tools,
-) -> Config:
-    """Return the config with Python objects in place of its source, rewards and environment."""
-    if data is not None:
-        config = with_values(config, "data", source=_source_name(data, "data"))
-    if reward is not None:
-        allowed = "a function, or weights by function: reward={f: 1.0, g: 0.5}"
-        require(not isinstance(reward, list | tuple), "reward.parts", reward, allowed)
-        names: dict[str, float] = {}
-        for part, weight in (reward if isinstance(reward, Mapping) else {reward: 1.0}).items():
-            require(type(weight) in (int, float), "reward.parts", weight, "a number as weight")
-            if not isinstance(part, str):
-                part = register_function(part, in_process, taken=names)
-            names[part] = float(weight)
-        parts = ",".join(f"{name}={weight!r}" for name, weight in names.items())
-        config = with_values(config, "reward", parts=parts)
-    if environment is not None or tools:
-        config = with_values(config, "environment", **environment_settings(environment, tools))
-    return config
-
-
-def _source_name(data: Any, name: str) -> str:
-    """Return the name of a source of problems, for rows too."""
-    if isinstance(data, str | os.PathLike):
-        return os.fspath(data)
-    from dapo_jax.data.files import register_rows
-
-    return register_rows(name, data)
-
-
 def train(
     config: Config | File,
     *,
@@ -185,7 +146,7 @@ def train(
         Starved, NotSaved, NotFinite: no signal is left, the end is not saved, NaN or infinity.
         Exception, KeyboardInterrupt: of a callback, or Ctrl-C, after the save.
     """
-    config = _with_objects(load(config, Config), data, reward, in_process, environment, tools)
+    config = with_objects(load(config, Config), data, reward, in_process, environment, tools)
     checks.check(config)
     checks.check_run(config)
     processes.prepare_jax()
@@ -236,11 +197,11 @@ def evaluate(
 
     Raises `ConfigError` if there is no such checkpoint, or settings and folders don't fit together.
     """
-    config = _with_objects(load(config, Config), None, reward, in_process, environment, tools)
+    config = with_objects(load(config, Config), None, reward, in_process, environment, tools)
     if model:
         flags["model"] = model
     if "data" in flags:
-        flags["data"] = _source_name(flags["data"], "heldout")
+        flags["data"] = source_name(flags["data"], "heldout")
     for flag, value in flags.items():
         if flag not in SHORT_NAMES:
             raise ConfigError(f"evaluate has no argument {flag!r}{nearest(flag, SHORT_NAMES)}")

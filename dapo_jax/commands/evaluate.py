@@ -12,8 +12,8 @@ adds samples to it. The last line of the output is JSON. Short flags:
 import json
 import sys
 
-from dapo_jax.commands import command_line
 from dapo_jax.config.experiment import Config
+from dapo_jax.run import command_line
 from dapo_jax.types.errors import require
 
 SHORT_NAMES = {

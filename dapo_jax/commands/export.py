@@ -8,8 +8,8 @@ servers load it in the same way. README.md is its model card; `hf upload NAME FO
 The folder of adapters in PEFT's format may take the place of a run, with --model=BASE.
 """
 
-from dapo_jax.commands import command_line
 from dapo_jax.config.experiment import ExportConfig
+from dapo_jax.run import command_line
 
 
 def work(config: ExportConfig) -> None:

@@ -22,9 +22,9 @@ import subprocess
 import sys
 from dataclasses import fields
 
-from dapo_jax.commands import command_line
 from dapo_jax.config import cli, files
 from dapo_jax.config.experiment import Config, OneMesh
+from dapo_jax.run import command_line
 from dapo_jax.types.errors import ConfigError
 
 

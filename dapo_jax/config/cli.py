@@ -152,7 +152,6 @@ def exit_with_error(text: str) -> NoReturn:
 def read_command_line(
     kind: type,
     usage: str,
-    preset: Callable[[str], Any],
     check: Callable[[Any], None],
     short_names: Mapping[str, str] = NO_FLAGS,
     *,
@@ -167,7 +166,6 @@ def read_command_line(
     Prints the help (which begins with `usage`) or a one-line error and exits if there is none.
 
     Args:
-        preset: returns the algorithm of a name.
         check: raises `ConfigError` for a wrong config.
         short_names: more settings by their short flag.
         several: flags that may be repeated.
@@ -182,7 +180,7 @@ def read_command_line(
     file = ""
     try:
         file, arguments = take_file(arguments)
-        config = read_config(kind, file, preset) if file else kind()
+        config = read_config(kind, file) if file else kind()
         override(config, arguments, short_names, several)
         if topic:
             print(help_text(config, usage, topic, short_names))

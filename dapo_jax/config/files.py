@@ -7,10 +7,10 @@ import importlib.util
 import inspect
 import pathlib
 import re
-from collections.abc import Callable
 from typing import Any
 
 from dapo_jax.config.foreign_names import advice
+from dapo_jax.config.presets import preset
 from dapo_jax.config.settings import from_dict
 from dapo_jax.runtime.text_files import read_file, read_json
 from dapo_jax.runtime.user_code import describe_error, short_path
@@ -125,23 +125,22 @@ def variant(name: str) -> str:
     return argument or (default[1] if default and path.suffix == ".py" else "")
 
 
-def with_preset(config: Any, preset: Callable[[str], Any] | None) -> Any:
+def with_preset(config: Any) -> Any:
     """Return a config, or its dictionary, with the preset that its algorithm names."""
     is_table = isinstance(config, dict)
     name = config.get("algorithm") if is_table else getattr(config, "algorithm", None)
-    if not isinstance(name, str) or preset is None:
+    if not isinstance(name, str):
         return config
     change = {"algorithm": preset(name)}
     return config | change if is_table else dataclasses.replace(config, **change)
 
 
-def read_config(kind: type, name: str, preset: Callable[[str], Any] | None = None) -> Any:
+def read_config(kind: type, name: str) -> Any:
     """Read the config `FILE.py`, `FILE.yaml`, `RUN/config.json`, `RUN` or a packaged `NAME`.
 
     `get_config` of a Python file returns a `kind`, or its settings as an ml_collections
     `ConfigDict` or nested dictionaries. The text after a colon is its argument; for a file without
-    arguments, it names an algorithm, which `preset` returns, as the setting `algorithm` may. Raises
-    `ConfigError`.
+    arguments, it names a preset, as the setting `algorithm` may. Raises `ConfigError`.
     """
     path, argument = _find(name)
     file = short_path(path)
@@ -158,7 +157,7 @@ def read_config(kind: type, name: str, preset: Callable[[str], Any] | None = Non
         hint = f"; for a file of data: dapo-jax init {name}" if path.suffix in ROWS else ""
         raise ConfigError(f"--config={name}: must be {allowed}{hint}")
     try:
-        config = with_preset(config, preset)
+        config = with_preset(config)
         if isinstance(config, dict) or path.suffix != ".py":
             config = from_dict(kind, config)
         if not isinstance(config, kind):
@@ -167,7 +166,7 @@ def read_config(kind: type, name: str, preset: Callable[[str], Any] | None = Non
                 f"get_config() returns {returned}; this command takes {kind.__name__}"
             )
         if argument is not None:
-            if preset is None or not hasattr(config, "algorithm"):
+            if not hasattr(config, "algorithm"):
                 raise ConfigError(f"{argument!r} after the colon: get_config() takes no argument")
             config.algorithm = preset(argument)
             config.run_dir = f"{config.run_dir.rstrip('/')}_{argument}"

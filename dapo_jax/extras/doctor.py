@@ -22,7 +22,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dapo_jax.commands import command_line
 from dapo_jax.config import cli
 from dapo_jax.config.experiment import Compute, Config
 from dapo_jax.config.settings import section, setting
@@ -35,6 +34,7 @@ from dapo_jax.model.training_attention import TRAINING_ATTENTION, AttentionOptio
 from dapo_jax.rewards.group_rewards import reward_group
 from dapo_jax.rollout.scheduler import Scheduler
 from dapo_jax.rollout.source import RolloutSource
+from dapo_jax.run import command_line
 from dapo_jax.run.build import numerics
 from dapo_jax.run.metrics import take_steps
 from dapo_jax.runtime import processes, sharding

@@ -17,8 +17,8 @@ import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from dapo_jax.commands import command_line
 from dapo_jax.config.settings import section, setting
+from dapo_jax.run import command_line
 from dapo_jax.types.errors import naming, require
 from dapo_jax.types.structs import Problem
 

@@ -19,8 +19,6 @@ from dapo_jax.config.experiment import Compute, Config, Mesh, OneMesh
 from dapo_jax.data.prompt_stream import PromptStream
 from dapo_jax.data.prompts.templates import check_chat
 from dapo_jax.data.prompts.tokenizer import Tokenizer
-from dapo_jax.environments.registry import tool_schemas, with_reward_settings
-from dapo_jax.environments.sessions import Environments
 from dapo_jax.learner.batches import CRITIC, REFERENCE, TEACHER
 from dapo_jax.learner.critic import RewardModel, critic_learner, scalar_config
 from dapo_jax.learner.learners import POLICY, LearnerPrograms, Model, TokenScorer
@@ -42,6 +40,8 @@ from dapo_jax.rewards.judge import Judge
 from dapo_jax.rewards.pool import RewardPool
 from dapo_jax.rewards.verifying import open_verifier
 from dapo_jax.rollout.engine import PolicyEngine
+from dapo_jax.rollout.environments.registry import tool_schemas, with_reward_settings
+from dapo_jax.rollout.environments.sessions import Environments
 from dapo_jax.rollout.scheduler import Scheduler
 from dapo_jax.rollout.source import GroupSource, RolloutSource
 from dapo_jax.run.notices import check_lengths

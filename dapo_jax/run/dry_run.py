@@ -16,11 +16,11 @@ from dapo_jax.config.experiment import Config
 from dapo_jax.config.rates import choose_rates
 from dapo_jax.data.prompt_stream import PromptStream
 from dapo_jax.data.prompts.tokenizer import Tokenizer
-from dapo_jax.environments.sessions import Environments, TokenizedReply
 from dapo_jax.model.trainable import parameter_count
 from dapo_jax.rewards.group_rewards import reward_group
 from dapo_jax.rewards.pool import RewardPool
 from dapo_jax.rewards.verifying import open_verifier
+from dapo_jax.rollout.environments.sessions import Environments, TokenizedReply
 from dapo_jax.run import build
 from dapo_jax.run.notices import check_lengths, setting_warnings
 from dapo_jax.runtime.processes import printable

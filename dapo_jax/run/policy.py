@@ -8,7 +8,7 @@ import dataclasses
 import inspect
 import os
 import pathlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,32 +18,17 @@ from dapo_jax.config.experiment import Config, Data, Log, Model, Packing, Rollou
 from dapo_jax.config.files import read_config
 from dapo_jax.config.settings import check_settings
 from dapo_jax.run import checks
+from dapo_jax.run.objects import Environment, File, Tools, environment_settings
 from dapo_jax.runtime import processes
 from dapo_jax.runtime.tool_calls import read_message
-from dapo_jax.runtime.workers.pickled_functions import register_function
 from dapo_jax.types.errors import ConfigError, nearest, require
 
 if TYPE_CHECKING:
-    from dapo_jax.environments.sessions import Environments
+    from dapo_jax.rollout.environments.sessions import Environments
     from dapo_jax.types.structs import Completion, Prompt
 
-File = str | os.PathLike
 Messages = Sequence[Mapping[str, str]]
-Environment = Callable[..., Any] | str  # a class, or the name of one
-Tools = Sequence[Callable[..., Any]]
 MAX_TURNS = 8
-
-
-def environment_settings(environment: Environment | None, tools: Tools) -> dict[str, Any]:
-    """Return the fields of `config.environment` for Python objects. Raises `ConfigError`."""
-    name = environment or ""
-    if not isinstance(name, str):
-        name = register_function(name, False, field="environment.name")
-    tool_names: list[str] = []
-    for tool in tools:
-        require(callable(tool), "environment.tools", tool, "functions")
-        tool_names.append(register_function(tool, False, tool_names, "environment.tools"))
-    return {"name": name, "tools": ",".join(tool_names)}
 
 
 def _check_sampling(
@@ -74,7 +59,7 @@ def _check_sampling(
     require(fits, "answers", answers, f"a list of {len(prompts)} texts, one for each prompt")
     chat = any(not isinstance(prompt, str) for prompt in prompts)
     if environment is not None or tools:
-        from dapo_jax.environments.registry import open_factory, tool_names
+        from dapo_jax.rollout.environments.registry import open_factory, tool_names
 
         require(max_turns > 0, "max_turns", max_turns, "above 0")
         require(chat or not tools, "tools", len(tools), "none, or prompts that are messages")
@@ -158,7 +143,7 @@ class Policy:
         self, index: int, prompt: str | Messages, answer: str, environments: "Environments | None"
     ) -> "Prompt":
         """Return a prompt in tokens, as the environment opens it. Raises `ConfigError`."""
-        from dapo_jax.environments.registry import tool_schemas
+        from dapo_jax.rollout.environments.registry import tool_schemas
         from dapo_jax.types.structs import Problem, Prompt, present
 
         problem = ""
@@ -199,7 +184,7 @@ class Policy:
         answers: Sequence[str] = (),
     ) -> "list[list[Completion]]":
         """Sample responses to each prompt; arguments as for `dapo_jax.sample`."""
-        from dapo_jax.environments.sessions import Environments
+        from dapo_jax.rollout.environments.sessions import Environments
         from dapo_jax.rollout.sampling import SAMPLE_FOR_SERVING
         from dapo_jax.types.structs import RolloutKey, SamplingRule, with_texts
 

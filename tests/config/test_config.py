@@ -10,9 +10,9 @@ from command_lines import BASE, RL, ROOT, load, run, run_shown
 from row_files import read_table
 
 import dapo_jax
-from dapo_jax.algorithms import preset
 from dapo_jax.config.experiment import Config, Lora, Optimizer
 from dapo_jax.config.files import read_config, shipped_configs
+from dapo_jax.config.presets import preset
 from dapo_jax.config.rates import choose_rates
 from dapo_jax.config.settings import leaves
 from dapo_jax.extras.serve.settings import ServeConfig

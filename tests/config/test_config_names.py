@@ -5,10 +5,10 @@ import dataclasses
 import pytest
 from command_lines import load, run_shown
 
-from dapo_jax.algorithms import preset
 from dapo_jax.commands import api
 from dapo_jax.config.experiment import Config
 from dapo_jax.config.files import config_for_folder, read_config, shipped_configs
+from dapo_jax.config.presets import preset
 from dapo_jax.extras.sft.settings import SftConfig
 from dapo_jax.types.errors import ConfigError
 
@@ -26,8 +26,8 @@ def test_a_colon_selects_a_preset_for_files_without_arguments(tmp_path):
     (tmp_path / "run/config.json").write_text('{"run_dir": "runs/mine"}')
     expected = Config(run_dir="runs/mine_grpo", algorithm=preset("grpo"))
     for name in ("mine.py", "mine.yaml", "run", "run/config.json"):
-        assert read_config(Config, f"{name}:grpo", preset) == expected
-        assert read_config(Config, name, preset) == Config(run_dir="runs/mine")
+        assert read_config(Config, f"{name}:grpo") == expected
+        assert read_config(Config, name) == Config(run_dir="runs/mine")
     assert load(Config, "guessing:reinforce", "--config.rollout.updates_per_rollout=1").algorithm
 
 

@@ -8,10 +8,10 @@ from word_marks import KINDS, SPECIAL, make_tokenizer
 
 from dapo_jax.data.prompts.templates import ChatTemplate
 from dapo_jax.data.prompts.tokenizer import TextStream
-from dapo_jax.environments.transcript import Transcript
 from dapo_jax.extras.serve.logprobs import Score, chat_logprobs, completion_logprobs
 from dapo_jax.extras.sft.rows import EXAMPLES, Writer
 from dapo_jax.extras.sft.settings import OwnData
+from dapo_jax.rollout.environments.transcript import Transcript
 from dapo_jax.rollout.requests import Reader
 from dapo_jax.types.structs import NewTokens, Request, Stop
 

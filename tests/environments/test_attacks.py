@@ -11,9 +11,9 @@ from row_files import read_table
 
 from dapo_jax.config.experiment import Environment
 from dapo_jax.data.prompts.tokenizer import arithmetic_tokenizer
-from dapo_jax.environments import sessions
-from dapo_jax.environments.sessions import Environments
-from dapo_jax.environments.tools import ToolUse
+from dapo_jax.rollout.environments import sessions
+from dapo_jax.rollout.environments.sessions import Environments
+from dapo_jax.rollout.environments.tools import ToolUse
 
 TOKENIZER = arithmetic_tokenizer()
 # A turn is the name of an attack; `count` shows that a trajectory is served as if it were alone.

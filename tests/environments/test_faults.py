@@ -13,9 +13,9 @@ from row_files import read_table
 
 from dapo_jax.config.experiment import Config, Environment, Reward
 from dapo_jax.data.prompts.tokenizer import Tokenizer, arithmetic_tokenizer
-from dapo_jax.environments.registry import with_reward_settings
-from dapo_jax.environments.sessions import Environments
 from dapo_jax.rewards.second_try import SecondTry
+from dapo_jax.rollout.environments.registry import with_reward_settings
+from dapo_jax.rollout.environments.sessions import Environments
 from dapo_jax.types.errors import ConfigError
 from dapo_jax.types.structs import Interrupted, Problem
 

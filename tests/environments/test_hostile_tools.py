@@ -9,7 +9,7 @@ from conftest import make_prompt
 
 from dapo_jax.config.experiment import Environment
 from dapo_jax.data.prompts.tokenizer import arithmetic_tokenizer
-from dapo_jax.environments.sessions import Environments
+from dapo_jax.rollout.environments.sessions import Environments
 
 TOOLS = textwrap.dedent(
     """

@@ -8,7 +8,7 @@ import importlib.util
 
 import pytest
 
-from dapo_jax.environments.registry import open_factory
+from dapo_jax.rollout.environments.registry import open_factory
 from dapo_jax.runtime.user_code import read_options
 from dapo_jax.types.errors import ConfigError
 from dapo_jax.types.structs import Problem

@@ -7,8 +7,13 @@ import pytest
 from chat_families import TAGGED
 from row_files import read_table
 
-from dapo_jax.environments.tools import MAX_CALLS, MAX_ERROR_CHARACTERS, ToolUse, tool_schema
-from dapo_jax.environments.worker import MAX_CHARACTERS, Request, Sessions
+from dapo_jax.rollout.environments.tools import (
+    MAX_CALLS,
+    MAX_ERROR_CHARACTERS,
+    ToolUse,
+    tool_schema,
+)
+from dapo_jax.rollout.environments.worker import MAX_CHARACTERS, Request, Sessions
 from dapo_jax.types.structs import Problem
 
 

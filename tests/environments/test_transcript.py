@@ -9,7 +9,7 @@ from row_files import read_table
 
 from dapo_jax.data.prompts.templates import ChatTemplate
 from dapo_jax.data.prompts.tokenizer import Tokenizer, arithmetic_tokenizer
-from dapo_jax.environments.transcript import Transcript
+from dapo_jax.rollout.environments.transcript import Transcript
 from dapo_jax.types.errors import ConfigError
 
 MOST = 1 << 20

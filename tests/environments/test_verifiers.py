@@ -12,9 +12,9 @@ import pytest
 
 from dapo_jax.config.experiment import Data, Environment
 from dapo_jax.data.sources import Sources, parse_sources
-from dapo_jax.environments.registry import open_factory, tool_schemas
-from dapo_jax.environments.worker import Request, Sessions
 from dapo_jax.extras.environments.verifiers_tasks import open_problems
+from dapo_jax.rollout.environments.registry import open_factory, tool_schemas
+from dapo_jax.rollout.environments.worker import Request, Sessions
 from dapo_jax.types.errors import ConfigError
 from dapo_jax.types.structs import Observation, Problem, present
 

@@ -9,8 +9,8 @@ import pytest
 from conftest import make_completion, make_prompt
 from row_files import read_table
 
-from dapo_jax.algorithms import dapo, grpo
 from dapo_jax.config.experiment import Config, Reward, Sampler
+from dapo_jax.config.presets import dapo, grpo
 from dapo_jax.extras.math import algebra_process
 from dapo_jax.extras.math.verifier import final_number
 from dapo_jax.rewards.group_rewards import overlong_punishment, reward_group

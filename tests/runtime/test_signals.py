@@ -15,9 +15,9 @@ from small_runs import ROOT, make_quick_config, read_rows
 from dapo_jax.commands.train import work
 from dapo_jax.config.experiment import Environment, Log, Reward
 from dapo_jax.data.prompts.tokenizer import arithmetic_tokenizer
-from dapo_jax.environments.sessions import Environments
 from dapo_jax.reporting.sinks import MetricRows
 from dapo_jax.rewards.pool import RewardPool
+from dapo_jax.rollout.environments.sessions import Environments
 from dapo_jax.runtime import processes
 from dapo_jax.runtime.workers.pickled_functions import register_function
 

@@ -4,7 +4,7 @@ import pathlib
 import sys
 from unittest import mock
 
-from dapo_jax.commands import command_line
+from dapo_jax.run import command_line
 from dapo_jax.runtime import registry
 
 ROOT = pathlib.Path(__file__).parents[2]

@@ -21,13 +21,13 @@ from _pytest.mark.expression import Expression
 from markdown_it import MarkdownIt
 from markdown_it.token import Token
 
-from dapo_jax.commands import command_line
 from dapo_jax.commands.main import COMMANDS
 from dapo_jax.config.experiment import Config, ExportConfig
 from dapo_jax.config.settings import leaves
 from dapo_jax.extras.report.command import ReportConfig
 from dapo_jax.extras.serve.settings import ServeConfig
 from dapo_jax.extras.sft.settings import DpoConfig, SftConfig
+from dapo_jax.run import command_line
 from dapo_jax.runtime import registry
 
 ROOT = pathlib.Path(__file__).parents[2]

@@ -10,9 +10,9 @@ from collections.abc import Iterator
 import pytest
 
 import dapo_jax.extras.math
-from dapo_jax.environments import builtin
 from dapo_jax.extras.math import units
 from dapo_jax.rewards import functions
+from dapo_jax.rollout.environments import builtin
 
 SHORT, LONG = 100, 800  # repeats of a piece; some 1,600 characters
 ALLOWED_SECONDS = 0.001  # below it, a clock says nothing

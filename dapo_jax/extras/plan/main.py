@@ -10,10 +10,10 @@ settings. Memory is the compiler's figure; seconds are a formula's, since nothin
 import re
 import sys
 
-from dapo_jax.commands import command_line
 from dapo_jax.config import cli
 from dapo_jax.config.experiment import Config
 from dapo_jax.config.settings import check_settings, defaults, leaves, section, setting
+from dapo_jax.run import command_line
 from dapo_jax.types.errors import ConfigError
 from dapo_jax.types.rules import Count, PositiveOr0, Share, Unit
 

@@ -10,8 +10,8 @@ Curves of several runs lie over each other, a line per run. A run may still be i
 import glob
 import pathlib
 
-from dapo_jax.commands import command_line
 from dapo_jax.config.settings import section, setting
+from dapo_jax.run import command_line
 from dapo_jax.runtime.storage.paths import folder_at
 from dapo_jax.types.errors import require
 

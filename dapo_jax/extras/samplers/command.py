@@ -18,7 +18,6 @@ import uuid
 from collections.abc import Callable
 from typing import Any
 
-from dapo_jax.commands import command_line
 from dapo_jax.config.experiment import Config, Mesh
 from dapo_jax.config.files import read_config
 from dapo_jax.extras.samplers.lease_server import EXCHANGE
@@ -29,7 +28,7 @@ from dapo_jax.extras.samplers.weight_versions import WeightVersions
 from dapo_jax.reporting.sinks import CONFIG, read_summary
 from dapo_jax.rollout import group_format
 from dapo_jax.rollout.scheduler import Scheduler
-from dapo_jax.run import build, checks
+from dapo_jax.run import build, checks, command_line
 from dapo_jax.runtime import processes
 from dapo_jax.runtime.keys import post, read_key
 from dapo_jax.runtime.signals import Signals

@@ -15,9 +15,8 @@ import os
 import time
 from collections.abc import Callable
 
-from dapo_jax.commands import command_line
 from dapo_jax.extras.serve.settings import ServeConfig
-from dapo_jax.run import checks
+from dapo_jax.run import checks, command_line
 from dapo_jax.runtime import processes
 from dapo_jax.runtime.keys import KEY_VARIABLE, LOOPBACK, read_key
 from dapo_jax.runtime.signals import Signals

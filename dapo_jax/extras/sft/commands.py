@@ -2,9 +2,9 @@
 
 import pathlib
 
-from dapo_jax.commands import command_line
 from dapo_jax.config.validation import check_warmup
 from dapo_jax.extras.sft.settings import DpoConfig, SftConfig
+from dapo_jax.run import command_line
 from dapo_jax.runtime.signals import Signals
 
 SFT_USAGE = """\

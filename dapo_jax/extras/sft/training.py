@@ -20,7 +20,6 @@ import jax
 import numpy as np
 from rich.markup import escape
 
-from dapo_jax.commands.command_line import find_preset
 from dapo_jax.config.experiment import (
     GENERATED,
     Checkpoint,
@@ -32,6 +31,7 @@ from dapo_jax.config.experiment import (
     Rollout,
     Watch,
 )
+from dapo_jax.config.presets import preset
 from dapo_jax.config.rates import choose_rates
 from dapo_jax.data.prompts.tokenizer import END, PAD, Tokenizer, arithmetic_tokenizer
 from dapo_jax.extras.sft.rows import (
@@ -151,9 +151,9 @@ def open_examples(settings: SftConfig | DpoConfig, tokenizer: Tokenizer) -> Exam
 
 def as_run(settings: SftConfig | DpoConfig, steps: int) -> Config:
     """Return the settings of the run that trains on the given groups."""
-    algorithm, reference, (_, size) = find_preset("sft"), "", step_size(settings)
+    algorithm, reference, (_, size) = preset("sft"), "", step_size(settings)
     if isinstance(settings, DpoConfig):
-        algorithm = dataclasses.replace(find_preset("dpo"), preference_beta=settings.beta)
+        algorithm = dataclasses.replace(preset("dpo"), preference_beta=settings.beta)
         reference = settings.reference
     return Config(
         run_dir=f"{pathlib.Path(settings.out)}.halfway",

@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 
 from dapo_jax.config.experiment import Environment
 from dapo_jax.data.prompts.tokenizer import Tokenizer
-from dapo_jax.environments.registry import open_factory, tool_names, tool_schemas
-from dapo_jax.environments.transcript import Transcript
-from dapo_jax.environments.worker import Reply, Request
+from dapo_jax.rollout.environments.registry import open_factory, tool_names, tool_schemas
+from dapo_jax.rollout.environments.transcript import Transcript
+from dapo_jax.rollout.environments.worker import Reply, Request
 from dapo_jax.runtime import processes
 from dapo_jax.runtime.workers.parent import LATE_FACTOR, Limits, RestartingWorker
 from dapo_jax.runtime.workers.pickled_functions import FunctionCopies
@@ -18,7 +18,7 @@ from dapo_jax.runtime.workers.pool import WorkerPool, gather_results
 from dapo_jax.types.errors import ConfigError
 from dapo_jax.types.structs import Observation, Problem, Prompt
 
-WORKER = "dapo_jax.environments.worker"
+WORKER = "dapo_jax.rollout.environments.worker"
 MAX_ERROR_CHARACTERS = 200
 
 

@@ -1,6 +1,6 @@
 """Worker process of environments, and the messages that it exchanges.
 
-    python -m dapo_jax.environments.worker NAME FILE [TOOL ...]
+    python -m dapo_jax.rollout.environments.worker NAME FILE [TOOL ...]
 
 `NAME` is an environment's, empty for tools; `FILE` is `FunctionCopies.path`. A request holds all
 turns of the policy, so any worker can answer it: one that lacks the trajectory's environment
@@ -148,7 +148,7 @@ def make_answer(name: str, file: str, tools: list[str]) -> Callable[[dict], dict
     pid = os.getpid()
     discard_output()
     try:
-        from dapo_jax.environments.registry import open_factory
+        from dapo_jax.rollout.environments.registry import open_factory
         from dapo_jax.runtime.workers.pickled_functions import load_copies
 
         load_copies(file)

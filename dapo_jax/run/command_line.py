@@ -1,16 +1,9 @@
-"""Command lines of the commands: `config/cli.py` with the table of presets and all checks."""
+"""Command lines of the commands: `config/cli.py` with all checks."""
 
 from collections.abc import Callable
 from typing import Any
 
 from dapo_jax.config.cli import read_command_line
-
-
-def find_preset(name: str) -> Any:
-    """Return the algorithm of a preset; the table is loaded at first use."""
-    from dapo_jax.algorithms import preset
-
-    return preset(name)
 
 
 def load(
@@ -31,7 +24,7 @@ def load(
         checks.check(config)
         check_output(config)
 
-    return read_command_line(kind, usage or "", find_preset, check, *flags, **options)
+    return read_command_line(kind, usage or "", check, *flags, **options)
 
 
 def run(

@@ -1,4 +1,4 @@
-"""The table of published algorithms; each is a value of the fields in `config/algorithm.py`.
+"""The table of published algorithms; each is a value of the fields in `algorithm.py`.
 
 No other module depends on the name of an algorithm.
 """

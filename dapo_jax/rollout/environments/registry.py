@@ -10,8 +10,8 @@ from typing import Any
 
 from dapo_jax.config.experiment import Config, Environment
 from dapo_jax.config.settings import changed
-from dapo_jax.environments.builtin import Calculator, Guessing
-from dapo_jax.environments.tools import ToolUse, tool_schema
+from dapo_jax.rollout.environments.builtin import Calculator, Guessing
+from dapo_jax.rollout.environments.tools import ToolUse, tool_schema
 from dapo_jax.runtime import registry
 from dapo_jax.runtime.user_code import resolve
 from dapo_jax.runtime.workers.pickled_functions import find_registered
