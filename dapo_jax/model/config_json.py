@@ -323,6 +323,22 @@ def _read_fields(values: dict[str, Any], family: Family) -> dict[str, Any]:
     return read
 
 
+def _read_list(values: dict[str, Any], name: str, usual: list, allowed: tuple) -> list:
+    """Return a field with an entry for each layer, or `usual` if it is missing or null.
+
+    A list takes precedence over the number that `usual` follows from, as in `transformers`.
+    Raises ValueError.
+    """
+    entries = usual if values.get(name) is None else values[name]
+    known = isinstance(entries, list) and all(
+        type(entry) is type(allowed[0]) and entry in allowed for entry in entries
+    )
+    if not known or len(entries) != len(usual):
+        expected = f"{' or '.join(map(str, allowed))}, for each of {len(usual)} layers"
+        raise ValueError(f"{name} {reprlib.repr(entries)}: must be {expected}")
+    return entries
+
+
 def _read_windows(values: dict[str, Any], family: Family, layers: int) -> dict[str, Any]:
     """Return the window and the layers that slide. Raises ValueError for wrong `layer_types`."""
     windows = family.windows or Windows(default=None)
@@ -341,26 +357,12 @@ def _read_windows(values: dict[str, Any], family: Family, layers: int) -> dict[s
         FULL if window is None or number < first or (number + 1) % period == 0 else SLIDING
         for number in range(layers)
     ]
-    allowed = [FULL, SLIDING] if windows.by_layer and window is not None else usual[:1]
-    types = values.get("layer_types") or usual
-    known = isinstance(types, list) and all(kind in allowed for kind in types)
-    if not known or len(types) != layers:
-        expected = f"{' or '.join(allowed)}, each of {layers}"
-        raise ValueError(f"layer_types {reprlib.repr(types)}: must be {expected}")
-    rules = {"max_window_layers": windows.first, "sliding_window_pattern": windows.period}
-    for name, default in rules.items():
-        _check_layers(values, "layer_types", name, default is None or types == usual)
+    by_layer = windows.by_layer and window is not None
+    types = _read_list(values, "layer_types", usual, (FULL, SLIDING) if by_layer else (usual[0],))
     slides = tuple(kind == SLIDING for kind in types)
     if not any(slides):
         return {}
     return {"window": window, "sliding": () if all(slides) else slides}
-
-
-def _check_layers(values: dict[str, Any], listed: str, rule: str, same: bool) -> None:
-    """Raise ValueError if a config.json has both fields, and they describe different layers."""
-    if not same and values.get(listed) is not None and values.get(rule) is not None:
-        shown = f"{listed} = {reprlib.repr(values[listed])} and {rule} = {values[rule]!r}"
-        raise ValueError(f"{shown}: must describe the same layers")
 
 
 def _read_rotated(values: dict[str, Any], family: Family, layers: int) -> dict[str, Any]:
@@ -369,14 +371,11 @@ def _read_rotated(values: dict[str, Any], family: Family, layers: int) -> dict[s
         return {}
     interval = read_number(values, "no_rope_layer_interval", family.rotary_interval)
     usual = [int((number + 1) % interval != 0) for number in range(layers)]
-    flags = values.get("no_rope_layers")  # despite its name, 1 is a layer that rotates
-    flags = usual if flags is None else flags
-    known = isinstance(flags, list) and all(type(flag) is int and flag in (0, 1) for flag in flags)
-    if not known or len(flags) < layers:
-        expected = f"0 or 1, for each of {layers} layers"
-        raise ValueError(f"no_rope_layers {reprlib.repr(flags)}: must be {expected}")
-    _check_layers(values, "no_rope_layers", "no_rope_layer_interval", flags[:layers] == usual)
-    rotated = tuple(flag == 1 for flag in flags[:layers])
+    flags = values.get("no_rope_layers")
+    if isinstance(flags, list) and len(flags) > layers:  # of a model that was cut
+        values = values | {"no_rope_layers": flags[:layers]}
+    # Despite the field's name, 1 is a layer that rotates.
+    rotated = tuple(flag == 1 for flag in _read_list(values, "no_rope_layers", usual, (0, 1)))
     return {} if all(rotated) else {"rotated": rotated}
 
 
@@ -394,12 +393,9 @@ def _read_recurrent(values: dict[str, Any], family: Family, layers: int) -> dict
     """Return which layers are gated delta-net layers. Raises ValueError for a wrong field."""
     interval = read_number(values, "full_attention_interval", family.delta_interval)
     usual = [FULL if (number + 1) % interval == 0 else LINEAR for number in range(layers)]
-    types = values.get("layer_types") or usual
-    known = isinstance(types, list) and all(kind in (FULL, LINEAR) for kind in types)
-    if not known or len(types) != layers or FULL not in types:
-        expected = f"{FULL} at least once or {LINEAR}, each of {layers}"
-        raise ValueError(f"layer_types {reprlib.repr(types)}: must be {expected}")
-    _check_layers(values, "layer_types", "full_attention_interval", types == usual)
+    types = _read_list(values, "layer_types", usual, (FULL, LINEAR))
+    if FULL not in types:
+        raise ValueError(f"layer_types {reprlib.repr(types)}: must have {FULL} at least once")
     heads = [values[f"linear_num_{name}_heads"] for name in ("value", "key")]
     if heads[0] % heads[1]:
         raise ValueError(

@@ -36,15 +36,16 @@ def scaled(rope):
 FULL, SLIDING = "full_attention", "sliding_attention"
 
 
-@pytest.mark.parametrize(("kind", "values", "window", "sliding"), read_table(__file__, "windows"))
-def test_windows_equal_those_of_transformers(kind, values, window, sliding):
+@pytest.mark.parametrize(("kind", "values", "expected"), read_table(__file__, "layers"))
+def test_layers_slide_rotate_and_recur_as_in_transformers(kind, values, expected):
+    """A list of layers takes precedence over the number that it usually follows from."""
     config = parse(values | {"model_type": kind})
-    assert (config.window, config.sliding) == (window, sliding)
-    assert [config.of_layer(i).window for i in range(3)] == [
-        window if slides else None for slides in sliding or (True,) * 3
-    ]
-    written = json.loads(json.dumps(decoder_to_json(config)))
-    assert parse(written) == config
+    assert {name: getattr(config, name) for name in expected} == expected
+    for number, layer in enumerate(config.each_layer):
+        slides = config.sliding[number] if config.sliding else True
+        assert layer.window == (config.window if slides else None)
+        assert layer.rotated == config.rotated[number : number + 1]
+    assert parse(json.loads(json.dumps(decoder_to_json(config)))) == config
 
 
 def test_only_full_layers_of_olmo_scale_their_rotations():
@@ -59,16 +60,6 @@ def test_only_full_layers_of_olmo_scale_their_rotations():
     assert [config.of_layer(i).rope_scaling is None for i in range(4)] == [True, True, True, False]
     assert {config.of_layer(i).rope_theta for i in range(4)} == {5e5}
     assert config.norm_eps == 1e-5
-
-
-@pytest.mark.parametrize(("values", "rotated"), read_table(__file__, "rotated"))
-def test_layers_without_rotations_are_those_of_transformers(values, rotated):
-    config = parse({"model_type": "smollm3", "num_hidden_layers": 4} | values)
-    assert config.rotated == rotated and config.rope_theta == 2e6 and config.tie_embeddings
-    assert [config.of_layer(i).rotated for i in range(4)] == [
-        (flag,) if rotated else () for flag in rotated or (True,) * 4
-    ]
-    assert parse(json.loads(json.dumps(decoder_to_json(config)))) == config
 
 
 def test_older_names_of_settings_give_the_same_decoder():
