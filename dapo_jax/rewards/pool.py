@@ -73,7 +73,8 @@ class RewardPool:
         settings = json.dumps(changed(extras))
         words = ("functions", self._copies.path, str(reward.timeout_seconds), settings)
         self._open_worker = functools.partial(RestartingWorker, WORKER, *words)
-        self._pool = WorkerPool(reward.workers, lambda: self._open_workers(in_workers), "reward")
+        workers = [self._open_workers(in_workers) for _ in range(reward.workers)]
+        self._pool = WorkerPool(workers, "reward")
         threads, together = reward.workers, self.verifier.together
         self._verify = BatchScorer(self._pool, threads, together, self._ask_verifier)
         self._scorers = {name: self._open_scorer(f) for name, f in functions.items()}

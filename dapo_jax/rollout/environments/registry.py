@@ -13,8 +13,7 @@ from dapo_jax.config.settings import changed
 from dapo_jax.rollout.environments.builtin import Calculator, Guessing
 from dapo_jax.rollout.environments.tools import ToolUse, tool_schema
 from dapo_jax.runtime import registry
-from dapo_jax.runtime.user_code import resolve
-from dapo_jax.runtime.workers.pickled_functions import find_registered
+from dapo_jax.runtime.user_code import choose
 from dapo_jax.types.contracts import Environment as Contract
 from dapo_jax.types.errors import require
 
@@ -29,10 +28,6 @@ def _plugin(name: str) -> Any:
     return registry.find("environments", re.split("[:?]", name)[0])
 
 
-def _find(field: str, name: str) -> Callable:
-    return find_registered(field, name) or resolve(field, name)
-
-
 def open_factory(name: str, tools: Sequence[str] = ()) -> Callable[..., Contract]:
     """Return the function that makes an environment for each trajectory.
 
@@ -41,7 +36,7 @@ def open_factory(name: str, tools: Sequence[str] = ()) -> Callable[..., Contract
             same name.
     """
     if tools:
-        functions = [_find("environment.tools", tool) for tool in tools]
+        functions = [choose({}, "environment.tools", tool) for tool in tools]
         names = [tool_schema(function)["function"]["name"] for function in functions]
         allowed = f"functions of different names; there are {', '.join(names)}"
         require(len({*names}) == len(names), "environment.tools", ",".join(tools), allowed)
@@ -55,7 +50,7 @@ def open_factory(name: str, tools: Sequence[str] = ()) -> Callable[..., Contract
     known = (*BUILTIN_ENVIRONMENTS, *registry.names("environments"))
     allowed = f"{', '.join(known)}, some with :..., or module:Class"
     require(":" in name, "environment.name", name, allowed)
-    factory = _find("environment.name", name)
+    factory = choose({}, "environment.name", name)
     allowed = "a class whose instances have the method step(text)"
     require(callable(getattr(factory, "step", None)), "environment.name", name, allowed)
     return factory
@@ -79,5 +74,5 @@ def tool_schemas(settings: Environment) -> list[dict[str, Any]] | None:
     """Return the schemas of the tools for the chat template; None if there are no tools."""
     if schemas := getattr(_plugin(settings.name), "tool_schemas", None):
         return schemas(settings.name) or None
-    schemas = [tool_schema(_find("environment.tools", name)) for name in tool_names(settings)]
+    schemas = [tool_schema(choose({}, "environment.tools", name)) for name in tool_names(settings)]
     return schemas or None

@@ -68,7 +68,7 @@ class Environments:
         words = (settings.name, self._copies.path, *tools)
         # A trajectory always uses the same process, which keeps its environment between steps.
         self._pools = [
-            WorkerPool(1, lambda: (RestartingWorker(WORKER, *words),), "environment")
+            WorkerPool([(RestartingWorker(WORKER, *words),)], "environment")
             for _ in range(settings.workers)
         ]
 

@@ -18,7 +18,6 @@ from typing import IO, Any
 from dapo_jax.runtime import processes
 from dapo_jax.runtime.storage.paths import Folder, is_remote
 
-PAUSES = (0.0, 0.1, 0.5)  # seconds before each try of a write
 REPEAT_SECONDS = 600.0  # between two warnings of the same kind
 MAX_WAITING = 4  # background writes; each may hold a step's responses in memory
 SHOWN_CHARACTERS = 200
@@ -143,30 +142,25 @@ class Storage:
         self._queue: collections.deque[Future[Any]] = collections.deque()
 
     def attempt(self, what: str, work: Callable[[], Any]) -> bool:
-        """Call `work` up to three times, and return True if one call succeeded.
+        """Call `work`, and return True if it succeeded; clients of buckets retry by themselves.
 
         A bucket that did not answer is left alone for as long as that took. Raises errors that are
         not storage errors.
         """
-        cause, started = "", time.monotonic()
+        started = time.monotonic()
         if started < self._backoff_until:
             return False
-        for pause in PAUSES:
-            time.sleep(pause)
-            try:
-                work()
-                self.report_recovery(what)
-                return True
-            except Exception as error:
-                if not is_storage_error(error):
-                    raise
-                cause = reason(error)
-                if is_bucket_error(error):
-                    now = time.monotonic()
-                    self._backoff_until = now + (now - started)
-                    break
-        self.report_failure(what, cause)
-        return False
+        try:
+            work()
+        except Exception as error:
+            if not is_storage_error(error):
+                raise
+            if is_bucket_error(error):
+                self._backoff_until = 2 * time.monotonic() - started
+            self.report_failure(what, reason(error))
+            return False
+        self.report_recovery(what)
+        return True
 
     def attempt_later(self, what: str, work: Callable[[], Any]) -> None:
         """Attempt `work` in the background, after earlier work.

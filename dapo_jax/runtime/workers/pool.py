@@ -1,6 +1,6 @@
 """Pool of threads with worker processes, shared by rewards and environments."""
 
-import threading
+import queue
 from collections.abc import Callable, Sequence
 from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -14,47 +14,39 @@ POLL_SECONDS = 0.2  # between two checks whether to abort
 
 
 class WorkerPool:
-    """Threads, each with worker processes of its own that start with their first job."""
+    """Threads for jobs; each job has a tuple of worker processes to itself while it runs.
 
-    def __init__(
-        self, threads: int, open_workers: Callable[[], tuple[RestartingWorker, ...]], name: str
-    ):
-        self._open_workers = open_workers
-        self._executor = ThreadPoolExecutor(threads, thread_name_prefix=name)
-        self._local = threading.local()
-        self._lock = threading.Lock()
-        self._opened: list[RestartingWorker] = []
-        self._closed = False
+    The processes start with their first job.
+    """
+
+    def __init__(self, workers: Sequence[tuple[RestartingWorker, ...]], name: str):
+        self._all = [worker for group in workers for worker in group]
+        self._free = queue.LifoQueue[tuple[RestartingWorker, ...]]()  # few jobs start few processes
+        for group in workers:
+            self._free.put(group)
+        self._executor = ThreadPoolExecutor(len(workers), thread_name_prefix=name)
 
     @property
     def kills(self) -> int:
         """Number of worker processes that had to be killed."""
-        with self._lock:
-            return sum(worker.kills for worker in self._opened)
+        return sum(worker.kills for worker in self._all)
 
     def submit(self, function: Callable[..., Any], *arguments: Any) -> Future[Any]:
-        """Call `function(workers, *arguments)` on a thread, with the thread's processes."""
-        return self._executor.submit(lambda: function(self._own_workers(), *arguments))
+        """Call `function(workers, *arguments)` on a thread."""
+        return self._executor.submit(self._call, function, *arguments)
 
-    def _own_workers(self) -> Any:  # a tuple of `RestartingWorker`
-        if not hasattr(self._local, "workers"):
-            self._local.workers = self._open_workers()
-            with self._lock:
-                self._opened.extend(self._local.workers)
-                if self._closed:
-                    self._close_workers()
-        return self._local.workers
-
-    def _close_workers(self) -> None:
-        for worker in self._opened:
-            worker.close()
+    def _call(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        workers = self._free.get()
+        try:
+            return function(workers, *arguments)
+        finally:
+            self._free.put(workers)
 
     def close(self) -> None:
         """End the processes; pending results are lost."""
         self._executor.shutdown(wait=False, cancel_futures=True)
-        with self._lock:
-            self._closed = True
-            self._close_workers()
+        for worker in self._all:
+            worker.close()
 
 
 def gather_results(
@@ -66,18 +58,18 @@ def gather_results(
 ) -> dict[int, list[Any]]:
     """Return the results of the items that are done, by place; or raise `Interrupted`."""
     results: dict[int, list[Any]] = {}
-    mine = {i: own for i, own in enumerate(pending) if own}
+    local = {i: item for i, item in enumerate(pending) if item}
     while pending:
         if least > len(results):
-            waiting = [future for own in mine.values() for future in own if not future.done()]
+            waiting = [future for item in local.values() for future in item if not future.done()]
             every = futures.ALL_COMPLETED if least == len(pending) else futures.FIRST_COMPLETED
             futures.wait(waiting, POLL_SECONDS, every)
-        done = [i for i, own in mine.items() if all(future.done() for future in own)]
-        own = [[i, [encode(i, future.result()) for future in mine.pop(i)]] for i in done]
-        replies = processes.all_gather_json([should_abort(), own], topic)
+        done = [i for i, item in local.items() if all(future.done() for future in item)]
+        encoded = [[i, [encode(i, future.result()) for future in local.pop(i)]] for i in done]
+        replies = processes.all_gather_json([should_abort(), encoded], topic)
         if any(aborts for aborts, _ in replies):
             raise Interrupted
-        results |= {i: values for _, found in replies for i, values in found}
+        results |= {i: values for _, finished in replies for i, values in finished}
         if len(results) >= least:
             break
     return dict(sorted(results.items()))
