@@ -73,7 +73,6 @@ class Workload:
     slots: int = SLOTS
     decoder: DecoderConfig = DECODER
     matmul: int = 2048  # side of the square matrices that are timed beside it
-    keep_groups: bool = False  # the shapes of a run that keeps groups; nothing is written
 
     @property
     def row_tokens(self) -> int:
@@ -106,7 +105,6 @@ class Workload:
             optimizer=dapo_jax.Optimizer(learning_rate=1e-5),
             packing=dapo_jax.Packing(self.row_tokens, self.rows_per_microbatch),
             mesh=dapo_jax.Mesh(data=-1, fsdp=1),
-            checkpoint=dapo_jax.Checkpoint(keep_groups=self.keep_groups),
             log=dapo_jax.Log(tensorboard=False),
         )
 
@@ -231,17 +229,8 @@ def measure(call: Callable[[], float], repeats: int) -> dict[str, float | list[f
 
 
 def main() -> None:
-    args = bench.read_arguments(
-        __doc__,
-        workload="uniform",
-        repeats=5,
-        only=list(PASSES),
-        keep_groups=False,  # as a run with checkpoint.keep_groups samples
-        rows=0,  # per microbatch; 0: the workload's
-    )
-    workload = dataclasses.replace(WORKLOADS[args.workload], keep_groups=args.keep_groups)
-    if args.rows:
-        workload = dataclasses.replace(workload, rows_per_microbatch=args.rows)
+    args = bench.read_arguments(__doc__, workload="uniform", repeats=5, only=list(PASSES))
+    workload = WORKLOADS[args.workload]
     with contextlib.closing(Calls(workload)) as calls:
         products = 2 * sum(leaf.size for leaf in jax.tree.leaves(calls.params) if leaf.ndim > 1)
         products -= 2 * VOCAB * workload.decoder.embed  # the embedding is looked up
