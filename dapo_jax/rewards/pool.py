@@ -7,11 +7,9 @@ import dataclasses
 import functools
 import json
 import threading
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from typing import Any
-
-import numpy as np
 
 from dapo_jax.config.experiment import Reward
 from dapo_jax.config.settings import changed, open_extras
@@ -39,8 +37,6 @@ from dapo_jax.runtime.workers.parent import RestartingWorker
 from dapo_jax.runtime.workers.pickled_functions import IN_PROCESS_PREFIX, FunctionCopies
 from dapo_jax.runtime.workers.pool import WorkerPool
 from dapo_jax.types.structs import Completion, Failure, Outcome, Prompt, Verdict
-
-NO_TOKENS = np.empty(0, np.int32)
 
 
 class RewardPool:
@@ -108,46 +104,19 @@ class RewardPool:
         """Names of the reward functions that are being called."""
         return sorted(+self._running.copy())
 
-    def submit(
-        self,
-        prompt: str,
-        response: str,
-        answer: str,
-        source: str = "",
-        metadata: str = "",
-        columns: str = "",
-    ) -> Future[Verdict]:
-        """Return the future verdict on one response, without functions that see the group.
-
-        It never fails: the verdict holds the failure. It is cancelled if the pool is closed.
-
-        Args:
-            source, metadata: of a problem with a scorer of its own.
-            columns: JSON of the problem's row, for the functions.
-        """
-        own = Prompt(0, "", prompt, NO_TOKENS, answer, source, metadata=metadata, columns=columns)
-        completion = Completion(NO_TOKENS, NO_TOKENS, False, 0, response)
-
-        async def score() -> Verdict:
-            return (await self._score_responses(own, [completion]))[0]
-
-        return self._start(score())
-
     def submit_group(
         self, prompt: Prompt, completions: Sequence[Completion]
     ) -> Future[list[Verdict]]:
         """Return the future verdicts on all responses to a prompt.
 
-        If nobody will read them, cancel it: then no further functions are called.
+        It never fails: a verdict holds its failure. It is cancelled if the pool is closed. Cancel
+        it if nobody will read the verdicts: then no further functions are called.
         """
-        return self._start(self._score_group(prompt, completions))
-
-    def _start(self, work: Coroutine[Any, Any, Any]) -> Future[Any]:
         with self._lock:
             if not self._closed:
+                work = self._score_group(prompt, completions)
                 return asyncio.run_coroutine_threadsafe(work, self._loop)
-        work.close()
-        closed: Future[Any] = Future()
+        closed: Future[list[Verdict]] = Future()
         closed.cancel()
         return closed
 
@@ -209,7 +178,11 @@ class RewardPool:
             calls.append(ResponseCall(*own, pieces, prompt.columns))
         verdicts: list[Verdict] = await self._verify.score(calls)
         if prompt.metadata and scores(prompt.source):
-            work = (self._pool.submit(self._score_answer, prompt, own) for own in verdicts)
+
+            def score(workers: Workers, verdict: Verdict) -> Verdict:
+                return score_answer(workers[1], prompt, verdict, self._reward.timeout_seconds)
+
+            work = (self._pool.submit(score, verdict) for verdict in verdicts)
             verdicts = await asyncio.gather(*map(asyncio.wrap_future, work))
         for i, (done, verdict) in enumerate(zip(completions, verdicts, strict=True)):
             failure = verdict.failure if self._reads_verdicts else None
@@ -217,14 +190,15 @@ class RewardPool:
                 failure = Failure(Outcome.ENVIRONMENT_ERROR, done.failures[-1])
             parts = {GYM: float(verdict.correct)} | verdict.parts
             verdicts[i] = dataclasses.replace(verdict, parts=parts, failure=failure)
-        if self._of_responses:
-            verdicts = await asyncio.gather(*map(self._add_parts, completions, calls, verdicts))
-        return verdicts
 
-    async def _add_parts(self, done: Completion, call: ResponseCall, verdict: Verdict) -> Verdict:
-        if verdict.failure:
-            return verdict
-        return self._add(verdict, await self._ask(self._of_responses, call), done)
+        async def add_parts(done: Completion, call: ResponseCall, verdict: Verdict) -> Verdict:
+            if verdict.failure:
+                return verdict
+            return self._add(verdict, await self._ask(self._of_responses, call), done)
+
+        if self._of_responses:
+            verdicts = await asyncio.gather(*map(add_parts, completions, calls, verdicts))
+        return verdicts
 
     async def _ask(self, functions: Sequence[RewardFunction], call: Call) -> list[PartsReply]:
         """Return the replies of functions; async ones are called last, and after no failure."""
@@ -273,8 +247,3 @@ class RewardPool:
             return verdicts
         except Exception as error:
             return [Verdict(False, None, make_failure(error, Outcome.CRASH)) for _ in calls]
-
-    def _score_answer(self, workers: Workers, prompt: Prompt, verdict: Verdict) -> Verdict:
-        if verdict.failure:
-            return verdict
-        return score_answer(workers[1], prompt, verdict, self._reward.timeout_seconds)

@@ -8,7 +8,6 @@ BatchScorer    the verifier, for many responses at a time
 
 import asyncio
 import collections
-import functools
 import itertools
 import math
 import threading
@@ -33,35 +32,32 @@ class BatchScorer:
 
     def __init__(self, pool: WorkerPool, threads: int, together: int, answer: Callable):
         self._pool, self._threads, self._together, self._answer = pool, threads, together, answer
-        self._queue: collections.deque[tuple[Any, asyncio.Future, Callable]] = collections.deque()
+        self._queue: collections.deque[tuple[Any, asyncio.Future]] = collections.deque()
         self._lock = threading.Lock()
 
     async def score(self, calls: Sequence[Any]) -> list[Any]:
         """Return the replies to calls."""
-        loop, replies = asyncio.get_running_loop(), dict[int, Any]()
-        done = loop.create_future()
+        loop = asyncio.get_running_loop()
+        jobs = [(call, loop.create_future()) for call in calls]
+        self._queue.extend(jobs)
+        for _ in jobs:
+            self._pool.submit(self._work, loop)
+        return await asyncio.gather(*(reply for _, reply in jobs))
 
-        def take(i: int, reply: Any) -> None:
-            replies[i] = reply
-            if len(replies) == len(calls):
-                loop.call_soon_threadsafe(lambda: done.done() or done.set_result(None))
-
-        for i, call in enumerate(calls):
-            self._queue.append((call, done, functools.partial(take, i)))
-            self._pool.submit(self._work)
-        if calls:
-            await done
-        return [replies[i] for i in range(len(calls))]
-
-    def _work(self, workers: Any) -> None:
+    def _work(self, workers: Any, loop: asyncio.AbstractEventLoop) -> None:
         with self._lock:
             share = math.ceil(len(self._queue) / self._threads)
             jobs = [self._queue.popleft() for _ in range(min(share, self._together))]
-        jobs = [(call, take) for call, done, take in jobs if not done.cancelled()]
+        jobs = [(call, reply) for call, reply in jobs if not reply.cancelled()]
         if jobs:
-            replies = self._answer(workers, [call for call, _ in jobs])
-            for (_, take), reply in zip(jobs, replies, strict=True):
-                take(reply)
+            values = self._answer(workers, [call for call, _ in jobs])
+            loop.call_soon_threadsafe(_settle, [reply for _, reply in jobs], values)
+
+
+def _settle(replies: Sequence[asyncio.Future], values: Sequence[Any]) -> None:
+    for reply, value in zip(replies, values, strict=True):
+        if not reply.cancelled():
+            reply.set_result(value)
 
 
 class ProcessScorer:

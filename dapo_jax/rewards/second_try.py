@@ -3,11 +3,14 @@
 import functools
 import json
 
+import numpy as np
+
 from dapo_jax.config.experiment import Reward
 from dapo_jax.config.settings import open_extras
 from dapo_jax.rewards.pool import RewardPool
-from dapo_jax.types.structs import Observation, Problem
+from dapo_jax.types.structs import Completion, Observation, Problem, Prompt
 
+NO_TOKENS = np.empty(0, np.int32)
 MAX_TRIES = 2
 
 
@@ -45,11 +48,11 @@ class SecondTry:
         return Observation(self.FEEDBACK)
 
     def _is_correct(self, text: str) -> bool:
-        problem = self._problem
-        verdict = self._pool.submit(
-            problem.text, text, problem.answer, problem.source, problem.metadata
-        )
-        result = verdict.result()
-        if result.failure:
-            raise RuntimeError(result.failure.text)
-        return result.correct
+        own = self._problem
+        named = own.text, NO_TOKENS, own.answer, own.source
+        prompt = Prompt(0, own.id, *named, metadata=own.metadata)
+        response = Completion(NO_TOKENS, NO_TOKENS, False, 0, text)
+        (verdict,) = self._pool.submit_group(prompt, [response]).result()
+        if verdict.failure:
+            raise RuntimeError(verdict.failure.text)
+        return verdict.correct

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 from dapo_jax.config.experiment import Reward
 from dapo_jax.config.settings import open_extras
-from dapo_jax.rewards.functions import ResponseCall, make_failure
+from dapo_jax.rewards.functions import PartsReply, ResponseCall, make_failure
 from dapo_jax.rewards.group_rewards import GYM
 from dapo_jax.runtime import registry
 from dapo_jax.runtime.user_code import resolve
@@ -20,7 +20,6 @@ from dapo_jax.types.contracts import VerifierResult
 from dapo_jax.types.errors import require
 from dapo_jax.types.structs import (
     SLOW,
-    Failure,
     Outcome,
     Prompt,
     Verdict,
@@ -30,7 +29,7 @@ from dapo_jax.types.structs import (
 
 WORKER = "dapo_jax.rewards.worker"
 SCORE_SECONDS = 2.0  # of CPU time for one score of a source's scorer
-SCORER_ERROR = "scorer_error"  # `ScoreReply.how` of an answer on which the scorer raised
+SCORER_ERROR = "scorer_error"  # `Verdict.decided` of an answer on which the scorer raised
 Workers: TypeAlias = tuple[RestartingWorker, ...]
 
 
@@ -127,19 +126,6 @@ class ScoreRequest(NamedTuple):
     answer: str | None = None
 
 
-class ScoreReply(NamedTuple):
-    """The score of an answer and how it was decided, or why there is none."""
-
-    score: float = 0.0
-    how: str = "scorer"
-    failure: Failure | None = None
-
-    @classmethod
-    def from_json(cls, fields: dict[str, Any]) -> "ScoreReply":
-        known: dict[str, Any] = fields | {"failure": Failure.from_json(fields["failure"])}
-        return cls(**known)
-
-
 def find_source(name: str) -> Any:
     """Return the plug-in of a problem's source, as of `gym:TASK`, or None."""
     return registry.find("sources", name.partition(":")[0])
@@ -155,18 +141,23 @@ def score_answer(
     worker: RestartingWorker, prompt: Prompt, verdict: Verdict, seconds: float
 ) -> Verdict:
     """Return the verdict of the problem's own scorer on the extracted answer."""
+    if verdict.failure:
+        return verdict
     job = ScoreRequest(prompt.source, prompt.metadata, verdict.extracted)._asdict()
     first = ScoreRequest(prompt.source)._asdict()
     limits = Limits(seconds, BUSY_FACTOR * seconds, min(seconds, SCORE_SECONDS))
+    reply, how = PartsReply({}), "scorer"
     try:
-        reply = ScoreReply.from_json(worker.ask(job, limits, first))
+        reply = PartsReply.from_json(worker.ask(job, limits, first))
+        how = how if reply.parts or reply.failure else SCORER_ERROR
     except ComputedTooLong:  # the answer's own fault
-        reply = ScoreReply(how=SLOW)
+        how = SLOW
     except (OSError, ValueError, TypeError) as error:
-        reply = ScoreReply(failure=make_failure(error, Outcome.CRASH))
-    decided = verdict.decided if verdict.extracted is None else reply.how
-    parts, correct = {GYM: reply.score}, bool(reaches(reply.score, 1.0, 0.0))
-    return Verdict(correct, verdict.extracted, reply.failure, parts, decided=decided)
+        reply = PartsReply({}, make_failure(error, Outcome.CRASH))
+    score = reply.parts.get(GYM, 0.0)
+    decided = verdict.decided if verdict.extracted is None else how
+    correct = bool(reaches(score, 1.0, 0.0))
+    return Verdict(correct, verdict.extracted, reply.failure, {GYM: score}, decided=decided)
 
 
 def find_verifier(name: str) -> Any:

@@ -73,13 +73,16 @@ def make_functions(file: str, seconds: str, extras: str, *names: str) -> Callabl
 
 
 def make_scores() -> Callable[[dict], dict]:
-    """Return the function that answers a `ScoreRequest` with a `ScoreReply`.
+    """Return the function that answers a `ScoreRequest` with a `PartsReply`: a part, or a failure.
 
-    The process has limits on memory and files, and its output is discarded.
+    It has neither if the scorer raised, or was only loaded. The process has limits on memory and
+    files, and its output is discarded.
     """
     # Each thread of numpy's libraries would reserve a part of the address space.
     os.environ |= dict.fromkeys(NUMPY_THREADS, "1")
-    from dapo_jax.rewards.verifying import SCORER_ERROR, ScoreReply, ScoreRequest, find_source
+    from dapo_jax.rewards.functions import PartsReply
+    from dapo_jax.rewards.group_rewards import GYM
+    from dapo_jax.rewards.verifying import ScoreRequest, find_source
     from dapo_jax.types.errors import ConfigError
     from dapo_jax.types.structs import Failure, Outcome
 
@@ -88,18 +91,18 @@ def make_scores() -> Callable[[dict], dict]:
 
     def answer(job: dict) -> dict:
         request = ScoreRequest(**job)
-        source = find_source(request.source)
-        if request.metadata is None:
-            source.prepare(request.source)
-            return ScoreReply()._asdict()
+        source, reply = find_source(request.source), PartsReply({})
         try:
-            score = source.score(request.source, request.metadata, request.answer)
-            return ScoreReply(score)._asdict()
+            if request.metadata is None:
+                source.prepare(request.source)
+            else:
+                reply = PartsReply({GYM: source.score(*request)})
         except (MemoryError, ConfigError) as error:
             outcome = Outcome.MEMORY if isinstance(error, MemoryError) else Outcome.USER_ERROR
-            return ScoreReply(failure=Failure(outcome, repr(error)[:200]))._asdict()
+            reply = PartsReply({}, Failure(outcome, repr(error)[:200]))
         except Exception:  # some scorers raise if an answer can't be parsed: it is wrong
-            return ScoreReply(how=SCORER_ERROR)._asdict()
+            pass
+        return reply._asdict()
 
     return answer
 

@@ -13,6 +13,7 @@ import random
 import time
 
 import bench
+import scored
 
 from dapo_jax.config.experiment import Reward
 from dapo_jax.rewards.pool import RewardPool
@@ -55,9 +56,8 @@ def math_like(rng: random.Random, characters: int) -> tuple[str, str]:
 def ours(pairs: list[tuple[str, str]], workers: int) -> int:
     """Judge the answers in a new pool; return the number of correct ones."""
     pool = RewardPool(Reward(verifier="math", workers=workers))
-    pool.submit("", "1", "1").result()  # a process's start is no verdict's time
-    futures = [pool.submit("", text, answer) for text, answer in pairs]
-    right = sum(future.result().correct for future in futures)
+    scored.ask(pool, [("1", "1")])  # a process's start is no verdict's time
+    right = sum(verdict.correct for verdict in scored.ask(pool, pairs))
     pool.close()
     return right
 

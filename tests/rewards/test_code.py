@@ -9,6 +9,7 @@ import tempfile
 import time
 
 import pytest
+from scored import ask
 
 from dapo_jax.config.experiment import Reward
 from dapo_jax.data.row_formats import MalformedRow, read_row
@@ -190,8 +191,7 @@ def test_a_pool_gives_rewards_of_programs():
     pool = RewardPool(Reward(verifier="code", parts="rule=1,tests=1", timeout_seconds=20.0))
     columns = json.dumps({"tests": {"inputs": ["3", "4"], "outputs": ["9", "16"]}})
     texts = (block("print(int(input()) ** 2)"), block("print(9)"), "no code")
-    futures = [pool.submit("", text, "", columns=columns) for text in texts]
-    verdicts = [future.result(60) for future in futures]
+    verdicts = ask(pool, [(text, "") for text in texts], columns=columns)
     assert [verdict.correct for verdict in verdicts] == [True, False, False]
     assert [verdict.parts["tests"] for verdict in verdicts] == [1, 0.5, 0]
     assert verdicts[2].extracted is None and not any(verdict.failure for verdict in verdicts)

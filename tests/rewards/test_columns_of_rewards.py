@@ -1,28 +1,22 @@
 """Reward functions that take columns of the row, and those that keep a run waiting."""
 
-import dataclasses
 import json
 import time
 
 import numpy as np
 import pytest
-from conftest import make_completion, make_prompt
+from scored import judge_groups
 
 from dapo_jax.config.experiment import Config, Reward
 from dapo_jax.rewards import judge as judge_module
 from dapo_jax.rewards import scorers
-from dapo_jax.rewards.functions import (
-    GroupCall,
-    find_functions,
-    wanted_columns,
-)
-from dapo_jax.rewards.judge import Judge
-from dapo_jax.rewards.pool import RewardPool
+from dapo_jax.rewards.functions import GroupCall, find_functions, wanted_columns
 from dapo_jax.runtime.workers.pickled_functions import register_function
 from dapo_jax.types.errors import ConfigError
 from dapo_jax.types.structs import WantedColumns
 
 COLUMNS = {"tests": [[1, 2], [3, 4]], "rubric": {"weight": 0.5}, "tokens": 9, "id": "a"}
+COLUMNS["answer"] = {"gold": [1]}  # arrives as an object
 
 
 def register(*functions, in_process=False) -> list[str]:
@@ -32,19 +26,13 @@ def register(*functions, in_process=False) -> list[str]:
     return names
 
 
-def judge_group(names: list[str], columns=COLUMNS, texts=("a", "bb"), **reward):
-    """The group of these responses through the real judge, pool and workers."""
+def judge_group(names: list[str], columns=COLUMNS, **reward):
+    """The group of two responses through the real judge, pool and workers."""
     parts = ",".join(f"{name}=1" for name in names)
     config = Config(reward=Reward(parts=parts, correct="threshold", **reward))
-    judge = Judge(config, RewardPool(config.reward, lambda ids: [*"abcdef"][: len(ids)]))
-    prompt = dataclasses.replace(
-        make_prompt(0, [2, 3], answer="7"), columns=json.dumps(columns) if columns else ""
-    )
-    completions = [dataclasses.replace(make_completion([5] * len(t)), text=t) for t in texts]
-    try:
-        (group,) = judge.groups([judge.submit(prompt, tuple(completions))])
-    finally:
-        judge.close()
+    sent = json.dumps(columns) if columns else ""
+    split = lambda ids: [*"abcdef"][: len(ids)]  # noqa: E731
+    ((group,), _) = judge_groups(config, ("a", "bb"), split=split, columns=sent)
     return group
 
 
@@ -56,13 +44,13 @@ def make_functions() -> list:
         return len(tests) + rubric["weight"] + missing
 
     def every(prompt, response, answer, **columns):
-        return float(len(columns) == 4 and columns["tokens"] == 9 and answer == "7")
+        return float(len(columns) == 4 and columns["tokens"] == 9 and answer == {"gold": [1]})
 
     async def waits(prompt, response, answer, *, tests, **others):
         return sum(map(sum, tests)) + len(others)
 
     def group_of(prompt, responses, answer, lengths, correct, tests, **others):
-        return [len(text) + len(tests) + len(others) for text in responses]
+        return [len(text) + len(tests) + len(others) + len(answer["gold"]) for text in responses]
 
     def by_tokens(prompt, response, answer, tokens, rubric):
         return [rubric["weight"]] * len(tokens)
@@ -76,20 +64,8 @@ def test_functions_receive_columns_of_any_json_type(in_process, capsys):
     group = judge_group(names)
     assert not group.failed
     values = [group.reward_parts[name].tolist() for name in names]
-    assert values == [[5.5, 5.5], [1, 1], [13, 13], [6, 7], [0.5, 1.0]]
+    assert values == [[5.5, 5.5], [1, 1], [13, 13], [7, 8], [0.5, 1.0]]
     assert "waiting" not in capsys.readouterr().err  # rewards came soon
-
-
-def test_an_object_as_answer_arrives_as_an_object():
-    def score(prompt, response, answer):
-        return float(answer == {"gold": [1]})
-
-    def score_group(responses, answer, **others):
-        return [float(answer == {"gold": [1]} and "id" in others)] * len(responses)
-
-    names = register(score, score_group)
-    group = judge_group(names, {"answer": {"gold": [1]}, "id": 3})
-    assert [group.reward_parts[name].tolist() for name in names] == [[1, 1], [1, 1]]
 
 
 def test_columns_that_functions_take():
@@ -114,17 +90,17 @@ def test_a_function_without_its_column_breaks_its_group_alone():
 
 
 def test_a_reward_that_keeps_the_run_waiting_is_named(monkeypatch, capsys):
-    monkeypatch.setattr(judge_module, "NOTICE_SECONDS", 1.0)
+    monkeypatch.setattr(judge_module, "NOTICE_SECONDS", 0.3)
     monkeypatch.setattr(scorers, "LATE_FACTOR", 1)
 
     def hangs(prompt, response, answer):
         time.sleep(60)
 
-    group = judge_group(register(hangs), None, timeout_seconds=0.5)
+    group = judge_group(register(hangs), None, timeout_seconds=0.2)
     assert group.is_broken
     lines = [line for line in capsys.readouterr().err.splitlines() if "for rewards" in line]
     assert 1 <= len(lines) <= 7  # each after twice the time of the last
-    assert lines[0].startswith("warning: waiting 1 s for rewards, 2 responses left: given:hangs is")
+    assert lines[0].startswith("warning: waiting 0 s for rewards, 2 responses left: given:hangs is")
 
 
 # --- the signature of TRL ---------------------------------------------------------------------

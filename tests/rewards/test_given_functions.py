@@ -1,6 +1,7 @@
 """Functions that a program gives as rewards: lambdas and a notebook's, and those that wait."""
 
 import asyncio
+import contextlib
 import functools
 import os
 import subprocess
@@ -13,7 +14,7 @@ import time
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import make_completion, make_prompt
+from scored import ask, submit
 
 from dapo_jax.config.experiment import Reward
 from dapo_jax.rewards import scorers
@@ -30,12 +31,9 @@ def judge(responses: list[str], *functions, in_process=False, **reward) -> tuple
     names: list[str] = []
     for function in functions:
         names.append(register_function(function, in_process, taken=names))
-    pool = RewardPool(Reward(parts=",".join(f"{name}=1" for name in names), **reward))
-    try:
-        futures = [pool.submit("p", response, "7") for response in responses]
-        verdicts = [future.result(timeout=100) for future in futures]
-    finally:
-        pool.close()
+    parts = ",".join(f"{name}=1" for name in names)
+    with contextlib.closing(RewardPool(Reward(parts=parts, **reward))) as pool:
+        verdicts = ask(pool, [(response, "7") for response in responses])
     values = [(v.failure and v.failure.text) or [v.parts[name] for name in names] for v in verdicts]
     return [v[0] if isinstance(v, list) and len(v) == 1 else v for v in values], pool.kills
 
@@ -68,6 +66,7 @@ def test_a_function_of_a_program_runs_in_a_worker_with_its_helpers(tmp_path):
         from dapo_jax.config.experiment import Reward
         from dapo_jax.rewards.pool import RewardPool
         from dapo_jax.runtime.workers.pickled_functions import register_function
+        from scored import ask
         TRAINER = os.getpid()
         @functools.cache
         def helper(text):
@@ -87,7 +86,7 @@ def test_a_function_of_a_program_runs_in_a_worker_with_its_helpers(tmp_path):
             return helper(response)
         name = register_function(score, False)
         pool = RewardPool(Reward(parts=f"{name}=1"))
-        verdicts = [pool.submit("", text, "7").result() for text in ("abc", "")]
+        verdicts = ask(pool, [("abc", "7"), ("", "7")])
         pool.close()
         print(name, verdicts[0].parts[name], verdicts[1].failure.text)
     """
@@ -134,11 +133,11 @@ def test_async_calls_do_not_wait_for_the_slowest(in_process):
 
     name = register_function(waits, in_process)
     pool = RewardPool(Reward(parts=f"{name}=1", timeout_seconds=100))
-    slow, *others = (pool.submit("", text, "7") for text in ["slow", *"a" * 64])
-    assert [future.result(timeout=50).parts[name] for future in others] == [1.0] * 64
+    slow, *others = (submit(pool, text) for text in ["slow", *"a" * 64])
+    assert [future.result(timeout=50)[0].parts[name] for future in others] == [1.0] * 64
     assert not slow.done()
     pool.close()
-    assert slow.cancelled() and pool.submit("", "a", "7").cancelled()
+    assert slow.cancelled() and submit(pool, "a").cancelled()
 
 
 def test_what_failed_is_asked_once_more():
@@ -166,10 +165,7 @@ def test_what_failed_is_asked_once_more():
     found, kills = judge(["a", "b"], *functions)
     assert found == [[2.0, 2.0]] * 2 and kills == 0
     assert judge(["a"], *functions, in_process=True)[0] == [[2.0, 2.0]]
-    pool = RewardPool(Reward(parts=f"{register_function(of_group, True)}=1"))
-    (verdict,) = pool.submit_group(make_prompt(0, [2]), [make_completion([5])]).result(60)
-    pool.close()
-    assert verdict.failure is None and [*verdict.parts.values()][-1] == 2.0
+    assert judge(["c"], of_group, in_process=True)[0] == [2.0]
 
 
 def test_a_call_that_waits_for_ever_or_holds_up_the_others_costs_itself(monkeypatch):
@@ -200,7 +196,7 @@ def test_closing_a_pool_ends_calls_of_groups_and_deletes_the_copies(tmp_path, mo
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     parts = f"{register_function(forever, False)}=1"
     pool = RewardPool(Reward(parts=parts, timeout_seconds=100))
-    futures = [pool.submit_group(make_prompt(i, [2]), [make_completion([5])]) for i in range(9)]
+    futures = [submit(pool, "a") for _ in range(9)]
     assert list(tmp_path.iterdir())
     pool.close()
     assert all(future.cancelled() for future in futures) and not list(tmp_path.iterdir())

@@ -1,10 +1,12 @@
 """Tasks and answers that are rejected, and scorers that misbehave; without reasoning-gym itself."""
 
+import functools
 import time
 
 import pytest
 from gym_items import write_package
 from row_files import read_table
+from scored import ask
 
 from dapo_jax.config.experiment import Reward
 from dapo_jax.extras import gym
@@ -28,14 +30,20 @@ class factory:
 """
 
 
+@pytest.fixture
+def install(tmp_path, monkeypatch):
+    """Installs a module `reasoning_gym` with the metadata of a release."""
+    monkeypatch.syspath_prepend(tmp_path)
+    return functools.partial(write_package, tmp_path)
+
+
 @pytest.mark.parametrize(
     ("task", "reason"),
     [(task, "its scorer evaluates the answer") for task in sorted(gym.EVALUATING)]
     + [(task, "its scorer rewards a constant answer") for task in sorted(gym.WON_BY_CONSTANTS)],
 )
-def test_a_listed_task_is_rejected_by_name(task, reason, tmp_path, monkeypatch):
-    write_package(tmp_path, HONEST)
-    monkeypatch.syspath_prepend(tmp_path)
+def test_a_listed_task_is_rejected_by_name(task, reason, install):
+    install(HONEST)
     message = rf"config.data.source = 'gym:{task}': {reason}.*; reasoning-gym has honest$"
     with pytest.raises(ConfigError, match=message):
         gym.open_task("data.source", f"gym:{task}", 0, 10)
@@ -44,18 +52,15 @@ def test_a_listed_task_is_rejected_by_name(task, reason, tmp_path, monkeypatch):
     assert gym.open_task("data.source", "gym:honest", 0, 10) is not None
 
 
-def test_another_release_is_rejected(tmp_path, monkeypatch):
-    write_package(tmp_path, HONEST, "0.1.26")
-    monkeypatch.syspath_prepend(tmp_path)
+def test_another_release_is_rejected(install):
+    install(HONEST, "0.1.26")
     message = "'gym:honest': needs pip install 'reasoning-gym==0.1.25' .*0.1.26 were not reviewed"
     with pytest.raises(ConfigError, match=message):
         gym.open_task("data.source", "gym:honest", 0, 10)
 
 
-def test_a_task_takes_settings(tmp_path, monkeypatch):
-    source = HONEST.replace("return Task()", "return settings | {'task': task}")
-    write_package(tmp_path, source)
-    monkeypatch.syspath_prepend(tmp_path)
+def test_a_task_takes_settings(install):
+    install(HONEST.replace("return Task()", "return settings | {'task': task}"))
     made = gym.open_task("data.source", "gym:honest?largest=3&easy=true", 0, 10)
     del made["seed"]
     assert made == {"task": "honest", "largest": 3, "easy": True, "size": 10}
@@ -68,9 +73,8 @@ UNFIT = "9**9 9//2 x+1 f(1) 1e9 1.5 7_0 [1] 1==1 ٣".split() + ["1," * 9]
     ("answer", "score"),
     [("(7-3) * 6/1", 99.0), ("(1 + 1)", 99.0), *((answer, 0.0) for answer in UNFIT)],
 )
-def test_only_arithmetic_reaches_the_scorer_of_countdown(answer, score, tmp_path, monkeypatch):
-    write_package(tmp_path, HONEST.replace('"honest": Task', '"honest": Task, "countdown": Task'))
-    monkeypatch.syspath_prepend(tmp_path)
+def test_only_arithmetic_reaches_the_scorer_of_countdown(answer, score, install):
+    install(HONEST.replace('"honest": Task', '"honest": Task, "countdown": Task'))
     gym._scorer.cache_clear()
     assert gym.score("gym:countdown?max_numbers=3", "{}", answer) == score
 
@@ -79,10 +83,9 @@ def test_only_arithmetic_reaches_the_scorer_of_countdown(answer, score, tmp_path
 
 
 @pytest.mark.parametrize(("answer", "gold"), read_table(__file__, "unfit"))
-def test_an_answer_that_is_not_finite_reaches_no_scorer(answer, gold, tmp_path, monkeypatch):
+def test_an_answer_that_is_not_finite_reaches_no_scorer(answer, gold, install):
     assert not gym.is_finite(answer, gold)
-    write_package(tmp_path, HONEST)
-    monkeypatch.syspath_prepend(tmp_path)
+    install(HONEST)
     item = gym.pack_item({"answer": gold})
     assert gym.score("honest", item, answer) == 0.0
     assert gym.score("honest", item, "7") == 99.0
@@ -129,14 +132,12 @@ class factory:
 """
 
 
-def test_a_scorer_that_hangs_or_dies_costs_its_own_response(tmp_path, monkeypatch):
+def test_a_scorer_that_hangs_or_dies_costs_its_own_response(install, monkeypatch):
     monkeypatch.setattr(verifying, "SCORE_SECONDS", 0.1)  # of a core that others use too
-    write_package(tmp_path, PACKAGE)
-    monkeypatch.syspath_prepend(tmp_path)
+    install(PACKAGE)
     pool = RewardPool(Reward(verifier="math", parts="gym=1", workers=1, timeout_seconds=1.0))
     texts = ["1", "hang", "1", "not 1", "eat", "1", "leave", "1", "nan", "0.5", "1"]
-    pending = [pool.submit("", f"#### {text}", "1", "gym:odd", "{}") for text in texts]
-    verdicts = [future.result(timeout=60) for future in pending]
+    verdicts = ask(pool, [(f"#### {text}", "1") for text in texts], source="gym:odd", metadata="{}")
     pool.close()
     assert [verdict.correct for verdict in verdicts] == [text == "1" for text in texts]
     assert {t: v.failure.outcome for t, v in zip(texts, verdicts, strict=True) if v.failure} == {
@@ -166,13 +167,11 @@ class factory:
 """
 
 
-def test_a_scorer_is_made_ready_before_its_clock_starts(tmp_path, monkeypatch):
+def test_a_scorer_is_made_ready_before_its_clock_starts(install):
     """So rearc, whose sources take seconds to parse, and its worker would die before the end."""
-    write_package(tmp_path, SLOW_TO_START)
-    monkeypatch.syspath_prepend(tmp_path)
+    install(SLOW_TO_START)
     pool = RewardPool(Reward(verifier="math", parts="gym=1", timeout_seconds=0.5))
-    pending = [pool.submit("", "#### 1", "1", "gym:slow", "{}") for _ in range(3)]
-    verdicts = [future.result(timeout=60) for future in pending]
+    verdicts = ask(pool, [("#### 1", "1")] * 3, source="gym:slow", metadata="{}")
     pool.close()
     assert all(verdict.correct for verdict in verdicts) and pool.kills == 0
 
@@ -181,7 +180,7 @@ def test_the_scorers_process_is_limited():
     worker = WorkerProcess("dapo_jax.rewards.worker", "scores")
     try:
         job = {"source": "gym:", "metadata": "{}", "answer": "1"}
-        assert worker.ask(job, time.monotonic() + 60)["score"] == 0.0
+        assert worker.ask(job, time.monotonic() + 60)["parts"] == {}
         limits = open(f"/proc/{worker.pid}/limits").read().splitlines()
         bounded = {line.split("  ")[0]: line.split()[-3] for line in limits[1:]}
         assert (bounded["Max file size"], bounded["Max address space"]) == ("0", str(2 << 30))

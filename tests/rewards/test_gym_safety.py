@@ -12,6 +12,7 @@ import time
 
 import pytest
 from gym_items import CONSTANTS, QUESTION, WITHOUT_ANSWER, every_task, gold
+from scored import ask, submit
 
 from dapo_jax.config.experiment import Reward
 from dapo_jax.extras import gym
@@ -72,7 +73,7 @@ def test_right_answers_score_1(seed):
             assert is_finite(f"{gold(item)} .", item["answer"]), (task, gold(item))
             job = {"source": f"gym:{task}", "metadata": gym.pack_item(item), "answer": gold(item)}
             reply = worker.ask(job, time.monotonic() + 60)
-            if reply != {"score": 1.0, "how": "scorer", "failure": None}:
+            if reply != {"parts": {"gym": 1.0}, "failure": None, "counts": {}}:
                 lower.append((task, gold(item), reply))
     worker.kill()
     assert lower == []
@@ -110,16 +111,15 @@ def test_payloads_behind_the_marker_never_run(tmp_path):
         pending = []
         for task in TASKS:
             item = gym.open_task("data.source", task, 0, 1)[0]
-            where = "", gold(item), f"gym:{task}", gym.pack_item(item)
+            own = {"source": f"gym:{task}", "metadata": gym.pack_item(item)}
             for text in texts:
                 for response in (f"<answer>{text}</answer>", f"so #### {text}"):
-                    prompt, *rest = where
-                    pending.append((task, text, pool.submit(prompt, response, *rest)))
+                    pending.append((task, text, submit(pool, response, gold(item), **own)))
         began, slowest = time.monotonic(), 0.0
         verdicts = []
         for task, text, future in pending:
             before = time.monotonic()
-            verdicts.append((task, text, future.result(timeout=60)))
+            verdicts.append((task, text, future.result(timeout=60)[0]))
             slowest = max(slowest, time.monotonic() - before)
         server.settimeout(0.1)
         with pytest.raises(TimeoutError):
@@ -127,7 +127,7 @@ def test_payloads_behind_the_marker_never_run(tmp_path):
     right = {(task, text[:40]) for task, text, verdict in verdicts if verdict.correct}
     print(f"{len(verdicts)} verdicts in {time.monotonic() - began:.0f} s, slowest {slowest:.1f} s,")
     print(f"{pool.kills} workers killed", right)
-    after = pool.submit("", "<answer>7</answer>", "7", "", "").result()
+    (after,) = ask(pool, [("<answer>7</answer>", "7")])
     pool.close()
     assert not made.exists() and not list(tmp_path.iterdir())
     assert not right  # a worker that computes for over 2 s is killed, which counts as wrong

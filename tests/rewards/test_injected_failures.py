@@ -1,6 +1,6 @@
 """Injected failures: each is typed, and costs its own response only."""
 
-import dataclasses
+import contextlib
 import os
 import signal
 import sys
@@ -8,12 +8,12 @@ import threading
 
 import numpy as np
 from conftest import make_completion, make_prompt
+from scored import ask, judge_groups, say
 
 from dapo_jax.config.experiment import Config, Reward
 from dapo_jax.extras.math import algebra_process
 from dapo_jax.rewards import scorers
 from dapo_jax.rewards.group_rewards import reward_group
-from dapo_jax.rewards.judge import Judge
 from dapo_jax.rewards.pool import RewardPool
 from dapo_jax.runtime.workers import parent as process_module
 from dapo_jax.types.structs import SLOW, Outcome
@@ -50,13 +50,14 @@ OUTCOMES = {
     "raise": Outcome.USER_ERROR,
     "verifier_kill": Outcome.CRASH,
     "verifier_stop": Outcome.TIMEOUT,
+    "verifier_babble": Outcome.CRASH,
     "lost": Outcome.ENVIRONMENT_ERROR,
 }
 
 
 def break_verifiers(patch) -> None:
-    """Kill or stop the verifier's process as soon as it gets such a response."""
-    ask = process_module.WorkerProcess.ask
+    """Kill or stop the verifier's process as soon as it gets such a response, or let it babble."""
+    ask, exchange = process_module.WorkerProcess.ask, process_module.WorkerProcess._exchange
 
     def break_and_ask(self, job, deadline, computing=0.0):
         words = {question[0].split()[0] for question in job.get("questions", ())}
@@ -66,14 +67,17 @@ def break_verifiers(patch) -> None:
             os.kill(self.pid, signal.SIGSTOP)
         return ask(self, job, deadline, computing)
 
+    def exchange_and_babble(self, message, deadline):
+        reply = exchange(self, message, deadline)
+        return b"no json\n" if b"verifier_babble" in message else reply
+
     patch.setattr(process_module.WorkerProcess, "ask", break_and_ask)
+    patch.setattr(process_module.WorkerProcess, "_exchange", exchange_and_babble)
 
 
 def respond(text: str):
-    done = dataclasses.replace(make_completion([5] * (1 + len(text) % 9)), text=text)
-    if not text.startswith("lost"):
-        return done
-    return dataclasses.replace(done, failures=("the game is broken",), lost_environment=True)
+    lost = {"failures": ("the game is broken",), "lost_environment": True}
+    return say(text, 1 + len(text) % 9, **lost if text.startswith("lost") else {})
 
 
 def test_failures_are_typed_and_cost_their_own_responses(write_module, monkeypatch):
@@ -87,11 +91,7 @@ def test_failures_are_typed_and_cost_their_own_responses(write_module, monkeypat
     words = dict(zip(bad, OUTCOMES, strict=True))
     texts = [f"{words.get(i, 'sound')} {'s' * (i % 7)} #### {7 + i % 2}" for i in range(40)]
     texts = [texts[i : i + 4] for i in range(0, 40, 4)]
-    judge = Judge(config, RewardPool(config.reward))
-    prompts = [make_prompt(i, [2, 3], "7") for i in range(len(texts))]
-    pairs = zip(prompts, texts, strict=True)
-    groups = judge.groups([judge.submit(p, tuple(map(respond, own))) for p, own in pairs])
-    judge.close()
+    groups, _ = judge_groups(config, *(map(respond, own) for own in texts))
     failed = [own for group in groups for own in group.failed]
     assert len(failed) == len(bad)
     for done, failure in failed:
@@ -108,8 +108,7 @@ def test_failures_are_typed_and_cost_their_own_responses(write_module, monkeypat
 
 
 def test_a_worker_that_was_stopped_for_a_while_decides_in_its_second_try(monkeypatch):
-    ask = process_module.WorkerProcess.ask
-    stopped = []
+    start, stopped = process_module.WorkerProcess.ask, []
 
     def stop_and_ask(self, job, deadline, computing=0.0):
         if len(stopped) < 2:  # the second is woken in time
@@ -117,12 +116,11 @@ def test_a_worker_that_was_stopped_for_a_while_decides_in_its_second_try(monkeyp
             os.kill(self.pid, signal.SIGSTOP)
             if len(stopped) == 2:
                 threading.Timer(1.0, os.kill, (self.pid, signal.SIGCONT)).start()
-        return ask(self, job, deadline, computing)
+        return start(self, job, deadline, computing)
 
     monkeypatch.setattr(process_module.WorkerProcess, "ask", stop_and_ask)
-    pool = RewardPool(Reward(timeout_seconds=0.5))
-    verdict = pool.submit("", "#### 7", "7").result(timeout=60)
-    pool.close()
+    with contextlib.closing(RewardPool(Reward(timeout_seconds=0.5))) as pool:
+        (verdict,) = ask(pool, [("#### 7", "7")])
     assert verdict.correct and verdict.failure is None
     assert pool.kills == 1 and len(set(stopped)) == 2
 
@@ -156,7 +154,7 @@ def test_a_text_that_computes_too_long_is_wrong_and_one_that_waits_has_no_verdic
     # The first limit holds also if other programs leave the text a hundredth of a core.
     for factor, part in (100, texts[:3]), (4, texts[3:]):
         monkeypatch.setattr(algebra_process, "BUSY_FACTOR", factor)
-        verdicts += [future.result() for future in [pool.submit("", text, "1") for text in part]]
+        verdicts += ask(pool, [(text, "1") for text in part])
     pool.close()
     fine, compute, _, sleep, _ = verdicts
     assert [verdict.correct for verdict in verdicts] == [text == "fine" for text in texts]
@@ -172,7 +170,6 @@ def test_a_verdict_that_nothing_reads_fails_without_harm(write_module, monkeypat
     write_module("fragile_parts", FRAGILE)
     reward = Reward(parts="fragile_parts:fragile=1", correct="spread", timeout_seconds=1.0)
     break_verifiers(monkeypatch)
-    pool = RewardPool(reward)
-    verdict = pool.submit("", "verifier_kill #### 7", "7").result(timeout=60)
-    pool.close()
+    with contextlib.closing(RewardPool(reward)) as pool:
+        (verdict,) = ask(pool, [("verifier_kill #### 7", "7")])
     assert verdict.failure is None and verdict.parts["fragile_parts:fragile"] == 2.0

@@ -11,6 +11,7 @@ import time
 
 import pytest
 from conftest import make_completion, make_prompt
+from scored import submit
 
 from dapo_jax.config.experiment import Config, Reward
 from dapo_jax.config.settings import open_extras
@@ -203,14 +204,14 @@ def test_a_judge_that_errs_hangs_and_restarts_gives_no_wrong_score(calls):
     server = judging(grade)
     url, _ = server.__enter__()
     pool = open_pool(url, retries=6, request_seconds=0.5, input_price=1.0)
-    futures = [pool.submit("?", str(i), "42") for i in range(calls)]
+    futures = [submit(pool, str(i), "42", text="?") for i in range(calls)]
     for part in (1, 2):
         futures[calls * part // 4].result(timeout=60)
         server.__exit__(None, None, None)
         time.sleep(0.2)
         server = judging(grade, int(url.rpartition(":")[2][:-3]))
         server.__enter__()
-    verdicts = [future.result(timeout=60) for future in futures]
+    verdicts = [future.result(timeout=60)[0] for future in futures]
     assert not any(verdict.failure for verdict in verdicts)
     assert [verdict.parts["judge"] for verdict in verdicts] == [i % 11 / 10 for i in range(calls)]
     for name in served:

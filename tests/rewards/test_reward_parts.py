@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from conftest import make_completion, make_prompt
 from row_files import read_table
+from scored import judge_groups, say
 
 from dapo_jax import algorithms
 from dapo_jax.config.experiment import Config, Reward, Sampler
@@ -42,28 +43,6 @@ def make_config(parts: str, algorithm=None, **reward) -> Config:
     algorithm = algorithm or algorithms.grpo()
     sampler = Sampler(max_response_tokens=40)
     return Config(algorithm=algorithm, sampler=sampler, reward=Reward(parts=parts, **reward))
-
-
-def say(text: str, tokens: int | None = None, sample: int = 0):
-    count = len(text) if tokens is None else tokens
-    return dataclasses.replace(make_completion([5] * count), text=text, sample=sample)
-
-
-def judge_groups(config: Config, *groups: list[str]) -> tuple[list[Group], int]:
-    """The groups through the real pool and its processes, and how many of those were killed."""
-    pool = RewardPool(config.reward)
-    judge = Judge(config, pool)
-    try:
-        pending = [
-            judge.submit(
-                make_prompt(i, [2, 3], answer="7"),
-                tuple(say(text, sample=sample) for sample, text in enumerate(texts)),
-            )
-            for i, texts in enumerate(groups)
-        ]
-        return judge.groups(pending), pool.kills
-    finally:
-        judge.close()
 
 
 # --- the setting ----------------------------------------------------------------------------

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from conftest import make_completion, make_prompt
 from row_files import read_table
+from scored import judge_groups
 from served import TOKENIZER
 
 from dapo_jax import algorithms
@@ -19,8 +20,6 @@ from dapo_jax.learner.packing import Segment, pack
 from dapo_jax.learner.score_pass import make_feedback
 from dapo_jax.rewards.functions import place_rewards
 from dapo_jax.rewards.group_rewards import reward_group
-from dapo_jax.rewards.judge import Judge
-from dapo_jax.rewards.pool import RewardPool
 from dapo_jax.runtime.workers.pickled_functions import register_function
 from dapo_jax.types.structs import Failure, Group, Outcome, Verdict
 
@@ -60,14 +59,7 @@ def say(text: str):
 
 def judge_group(parts: str, *texts: str, **reward) -> Group:
     config = Config(algorithm=algorithms.grpo(), reward=Reward(parts=parts, **reward))
-    pool = RewardPool(config.reward, TOKENIZER.split)
-    judge = Judge(config, pool)
-    try:
-        prompt = make_prompt(0, [2], answer="7")
-        (group,) = judge.groups([judge.submit(prompt, tuple(map(say, texts)))])
-        return group
-    finally:
-        judge.close()
+    return judge_groups(config, map(say, texts), split=TOKENIZER.split)[0][0]
 
 
 # --- what a function may return ---------------------------------------------------------------

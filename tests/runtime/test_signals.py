@@ -10,6 +10,7 @@ import time
 import children
 import pytest
 from conftest import make_prompt
+from scored import ask
 from small_runs import ROOT, make_quick_config, read_rows
 
 from dapo_jax.commands.train import work
@@ -163,7 +164,7 @@ def reward_of(function) -> str:
     name = register_function(function, False, taken=[])
     pool = RewardPool(Reward(parts=f"{name}=1", timeout_seconds=60.0))
     try:
-        verdict = pool.submit("p", "r", "7").result(timeout=100)
+        (verdict,) = ask(pool, [("r", "7")])
         return children.ENDED if verdict.parts[name] == 1 else str(verdict)
     finally:
         pool.close()
@@ -195,7 +196,7 @@ def test_user_code_can_end_its_children(kind, alone):
 def test_a_worker_survives_signals_that_end_its_children():
     pool = RewardPool(Reward(parts="children:send=1", timeout_seconds=60.0))
     try:
-        verdict = pool.submit("p", "r", "7").result(timeout=100)
+        (verdict,) = ask(pool, [("r", "7")])
     finally:
         pool.close()
     assert verdict.failure is None and pool.kills == 0

@@ -22,6 +22,7 @@ import types
 import pytest
 from pairs import own_pairs, rows
 from row_files import read_table
+from scored import ask, submit
 
 from dapo_jax.config.experiment import Reward
 from dapo_jax.config.settings import open_extras
@@ -227,16 +228,13 @@ def test_sixty_four_expensive_responses_cost_no_other_its_verdict():
     )
     golds = [r"\sqrt{1000!}", r"(x+\sqrt2)^{12}", r"x>\sqrt{2}", r"(\sqrt2,\sqrt3+\pi)", "x+1"]
     hard = [
-        pool.submit("", rf"\boxed{{{text} }}", gold)
+        submit(pool, rf"\boxed{{{text} }}", gold)
         for text in EXPENSIVE
         for gold in golds
         for _ in range(4)
     ]
-    easy = [
-        pool.submit("", rf"\boxed{{\sqrt{{{2 * i * i}}}}}", rf"{i}\sqrt2") for i in range(2, 66)
-    ]
-    right = [verdict.result() for verdict in easy]
-    wrong, kills = [verdict.result() for verdict in hard], pool.kills
+    right = ask(pool, [(rf"\boxed{{\sqrt{{{2 * i * i}}}}}", rf"{i}\sqrt2") for i in range(2, 66)])
+    wrong, kills = [verdict.result()[0] for verdict in hard], pool.kills
     pool.close()
     assert len(wrong) > 64 and not any(verdict.correct for verdict in wrong)
     assert all(verdict.correct for verdict in right) and kills == 0
@@ -256,7 +254,7 @@ def test_a_verdict_says_how_it_was_decided():
     texts = [r"\boxed{1/2}", r"\boxed{\sqrt{2}/2}", r"\boxed{\sqrt{2}/2}", "no", r"\boxed{1"]
     golds = ["0.5", r"\frac{1}{\sqrt2}", r"\frac{1}{\sqrt2}", "5" * 9, "1"]
     texts[3] = "first line\nsecond line"
-    verdicts = [pool.submit("", *pair).result() for pair in zip(texts, golds, strict=True)]
+    verdicts = ask(pool, zip(texts, golds, strict=True))
     pool.close()
     assert [verdict.decided for verdict in verdicts] == [
         "direct",
@@ -307,8 +305,8 @@ def test_long_and_nested_answers_are_judged_in_no_time(gold):
 def test_a_run_chooses_whether_unfinished_answers_are_right():
     for choice, right in (("wrong", False), ("right", True)):
         pool = RewardPool(Reward(verifier="math"), extras=open_extras({"math.unfinished": choice}))
-        verdict = pool.submit("Say: Compute 2^5.", r"\boxed{2^5}", "32").result()
-        other = pool.submit("Say: Compute 2^5.", r"\boxed{32}", "32").result()
+        texts = r"\boxed{2^5}", r"\boxed{32}"
+        verdict, other = ask(pool, [(text, "32") for text in texts], text="Say: Compute 2^5.")
         pool.close()
         assert verdict.correct is right and other.correct
         assert (verdict.decided == "unfinished") is not right
@@ -319,7 +317,7 @@ def test_a_run_chooses_whether_percent_may_be_left_out_of_the_value():
     for choice, right in (("exact", False), ("as_asked", True)):
         pool = RewardPool(Reward(verifier="math"), extras=open_extras({"math.percent": choice}))
         verdicts = [
-            pool.submit(problem, text, gold).result().correct
+            ask(pool, [(text, gold)], text=problem)[0].correct
             for gold, problem in (("20", asked), ("20", "10 of 50?"), ("0.2", asked), ("21", asked))
         ]
         pool.close()
