@@ -1,4 +1,4 @@
-"""Bad settings stop a command and say what is allowed; configs by name; the settings' help."""
+"""Bad settings stop a command and say what is allowed; configs by name or file; help; rates."""
 
 import dataclasses
 import shutil
@@ -6,19 +6,19 @@ import subprocess
 import sys
 
 import pytest
-from command_lines import BASE, RL, ROOT, load, run, run_shown
+from command_lines import BASE, RL, ROOT, load, refusal, run, run_shown
 from row_files import read_table
 
 import dapo_jax
+from dapo_jax.commands import api
 from dapo_jax.config.experiment import Config, Lora, Optimizer
-from dapo_jax.config.files import read_config, shipped_configs
+from dapo_jax.config.files import config_for_folder, read_config, shipped_configs
 from dapo_jax.config.presets import preset
 from dapo_jax.config.rates import choose_rates
 from dapo_jax.config.settings import leaves
 from dapo_jax.extras.serve.settings import ServeConfig
 from dapo_jax.extras.sft.settings import DpoConfig, SftConfig
 from dapo_jax.run import checks
-from dapo_jax.runtime import registry
 from dapo_jax.runtime.sharding import mesh_shape
 from dapo_jax.types.errors import ConfigError
 
@@ -28,22 +28,14 @@ BAD = read_table(__file__, "bad")
 
 @pytest.mark.parametrize(("overrides", "words"), BAD)
 def test_bad_settings_name_field_value_and_allowed(overrides, words, capsys):
-    with pytest.raises(SystemExit) as stopped:
-        load(
-            Config, RL, *(f"--config.{text}" if "=" in text else text for text in overrides.split())
-        )
-    message = capsys.readouterr().err
-    assert stopped.value.code == 2
+    flags = [f"--config.{text}" if "=" in text else text for text in overrides.split()]
+    message = refusal(Config, [RL, *flags], capsys)
     assert all(word in message for word in words.split(", ")), message
-    assert "Traceback" not in message
 
 
 def test_a_missing_or_wrong_config_file_is_one_line(capsys):
     for arguments in ([RL.replace(".py", "_no.py")], ["--config.seed=1"], [BASE]):
-        with pytest.raises(SystemExit):
-            load(Config, *arguments)
-        message = capsys.readouterr().err
-        assert message.startswith("error: ") and len(message.splitlines()) == 1
+        refusal(Config, arguments, capsys)
 
 
 def other_value(value):
@@ -112,11 +104,16 @@ def test_no_device_is_touched_before_the_check():
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
 
 
-def test_help_lists_every_setting(capsys):
+def help_of(kind, capsys, *arguments) -> str:
     with pytest.raises(SystemExit) as stopped:
-        load(Config, "--help-all", usage="The usage.")
-    shown = capsys.readouterr().out
-    assert stopped.value.code == 0 and "The usage." in shown
+        load(kind, *arguments, usage="The usage.")
+    assert stopped.value.code == 0
+    return capsys.readouterr().out
+
+
+def test_help_lists_every_setting(capsys):
+    shown = help_of(Config, capsys, "--help-all")
+    assert "The usage." in shown
     assert all(f"--config.{name}=" in shown for name, _, _ in leaves(Config()))
 
 
@@ -125,13 +122,10 @@ def test_help_lists_every_setting(capsys):
 def test_help_begins_with_what_is_changed_most_and_fits_80_columns(
     command, flag, monkeypatch, capsys
 ):
-    monkeypatch.setattr(sys, "argv", [command, flag])
-    with pytest.raises(SystemExit) as stopped:
-        registry.find("commands", command)()
-    shown = capsys.readouterr().out
+    code, shown, _ = run_shown(command, [flag], monkeypatch, capsys)
     # Commands with few settings list them in order of importance.
     title = "Settings" if command in ("export", "serve") else "Changed most"
-    assert stopped.value.code == 0 and shown.index(title) < len(shown) / 2
+    assert code == 0 and shown.index(title) < len(shown) / 2
     assert [line for line in shown.splitlines() if len(line) > 80] == []
     settings = [line for line in shown.splitlines() if line.startswith("  --")]
     if flag == "--help":
@@ -144,28 +138,21 @@ def test_help_begins_with_what_is_changed_most_and_fits_80_columns(
     ("adapters", ["lora.rank", "lora.folder"], ["seed"]),
 ])  # fmt: skip
 def test_help_searches_names_and_texts(word, names, others, capsys):
-    with pytest.raises(SystemExit) as stopped:
-        load(Config, f"--help={word}")
-    shown = capsys.readouterr().out
-    assert stopped.value.code == 0
+    shown = help_of(Config, capsys, f"--help={word}")
     assert all(f"--config.{name}=" in shown for name in names)
     assert not any(f"--config.{name}=" in shown for name in others)
 
 
 def test_help_of_serve_is_in_order_of_importance(capsys):
-    with pytest.raises(SystemExit):
-        load(ServeConfig, "--help-all")
-    shown = capsys.readouterr().out
+    shown = help_of(ServeConfig, capsys, "--help-all")
     names = "model http_port max_response_tokens default_max_tokens slots temperature seed dtype"
     places = [shown.index(f"  --{name}=") for name in f"{names} shutdown_seconds".split()]
     assert places == sorted(places)
 
 
 def test_help_shows_a_section_alone_with_the_files_values(capsys):
-    with pytest.raises(SystemExit) as stopped:
-        load(Config, f"{RL}:ppo", "--help=algorithm", "--config.algorithm.gamma=0.9")
-    shown = capsys.readouterr().out
-    assert stopped.value.code == 0 and "config.sampler" not in shown
+    shown = help_of(Config, capsys, f"{RL}:ppo", "--help=algorithm", "--config.algorithm.gamma=0.9")
+    assert "config.sampler" not in shown
     assert "--config.algorithm.gamma=0.9  (default 1.0)" in shown
     assert "--config.algorithm.critic=True  (default False)" in shown
     assert "One of: k1, k2, k3, k3+, abs." in shown
@@ -179,14 +166,8 @@ def test_a_switch_may_stand_alone_and_a_value_apart():
 
 
 def test_one_size_of_the_mesh_takes_what_the_others_leave():
-    assert mesh_shape(-1, 1, 2, 8) == (4, 1, 1, 1, 1, 2) and mesh_shape(2, -1, 1, 8) == (
-        2,
-        4,
-        1,
-        1,
-        1,
-        1,
-    )
+    assert mesh_shape(-1, 1, 2, 8) == (4, 1, 1, 1, 1, 2)
+    assert mesh_shape(2, -1, 1, 8) == (2, 4, 1, 1, 1, 1)
     assert mesh_shape(-1, 2, 1, 16, decode_tensor=4) == (2, 2, 1, 1, 4, 1)
     assert mesh_shape(1, -1, 2, 16, expert=4) == (1, 2, 4, 1, 1, 2)
     assert mesh_shape(1, -1, 2, 16, context=4) == (1, 2, 1, 4, 1, 2)
@@ -247,6 +228,111 @@ def test_every_command_reads_a_name_or_says_what_is_wrong(
     code, error = run(command, arguments, monkeypatch, capsys)
     assert code == 2 and all(part in error for part in said), error
     assert error.startswith("error: ") and error.count("\n") == 1
+
+
+def test_a_colon_selects_a_preset_for_files_without_arguments(tmp_path):
+    text = "from dapo_jax import Config\n\ndef get_config(): return Config(run_dir='runs/mine')\n"
+    (tmp_path / "mine.py").write_text(text)
+    (tmp_path / "mine.yaml").write_text("run_dir: runs/mine\n")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/config.json").write_text('{"run_dir": "runs/mine"}')
+    expected = Config(run_dir="runs/mine_grpo", algorithm=preset("grpo"))
+    for name in ("mine.py", "mine.yaml", "run", "run/config.json"):
+        assert read_config(Config, f"{name}:grpo") == expected
+        assert read_config(Config, name) == Config(run_dir="runs/mine")
+    assert load(Config, "guessing:reinforce", "--config.rollout.updates_per_rollout=1").algorithm
+
+
+def test_yaml_is_read_as_the_dictionaries_of_a_python_file(tmp_path):
+    (tmp_path / "mine.yaml").write_text(
+        "total_steps: 5\nmodel: {folder: dapo_jax:arithmetic_base}\n"
+        "optimizer:\n  learning_rate: 2e-4  # without a point\n  eps: 1.5E-8\n"
+        "packing: {row_tokens: auto}\nlog: {console: false}\n"
+    )
+    config = load(Config, "mine.yaml", "--config.seed=3")
+    assert (config.total_steps, config.seed, config.log.console) == (5, 3, False)
+    assert (config.optimizer.learning_rate, config.optimizer.eps) == (2e-4, 1.5e-8)
+    assert config.model.folder == "dapo_jax:arithmetic_base" and config.packing.row_tokens == -1
+    (tmp_path / "object.yaml").write_text("seed: !!python/object/apply:os.getpid []\n")
+    with pytest.raises(ConfigError, match="object.yaml: can't be read as YAML"):
+        read_config(Config, "object.yaml")
+    (tmp_path / "list.yml").write_text("- seed\n")
+    with pytest.raises(ConfigError, match="must be a table of settings"):
+        read_config(Config, "list.yml")
+
+
+def test_algorithm_may_name_a_preset(tmp_path):
+    (tmp_path / "mine.yaml").write_text("algorithm: grpo\n")
+    (tmp_path / "mine.py").write_text(
+        "from dapo_jax import Config\ndef get_config(): return Config(algorithm='grpo')\n"
+    )
+    (tmp_path / "mine.json").write_text('{"algorithm": "grpo"}')
+    for name in ("mine.yaml", "mine.py", "mine.json"):
+        config = load(Config, name, "--config.algorithm.clip_high=0.3")
+        assert config.algorithm == dataclasses.replace(preset("grpo"), clip_high=0.3)
+    config = Config(algorithm="grpo")  # pyright: ignore[reportArgumentType]
+    assert api.load(config, Config).algorithm == preset("grpo")
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "words"),
+    [
+        ("a.yaml", "seed: 1\noptimizer: {eps: 1.0}\n\noptimizer: {}\n", "'optimizer'.*1?2 and 4"),
+        ("a.yaml", "optimizer:\n  eps: 1.0\n  beta1: 0.5\n  eps: 1.0\n", "'eps'.*lines 2 and 4"),
+        ("a.yaml", "optimizer: {eps: 1.0, eps: 2.0}\n", "'eps'.*lines 1 and 1"),
+        ("a.yaml", "model:\n- {x: 1,\n   x: 2}\n", "'x'.*lines 2 and 3"),
+        ("a.json", '{"seed": 1,\n"optimizer": {},\n"optimizer": {}}', "'optimizer'.*lines 2, 3"),
+        ("a.json", '{"optimizer": {"eps": 1.0,\n"eps": 2.0}}', "'eps'.*lines 1, 2"),
+    ],
+)
+def test_a_key_that_occurs_twice_is_an_error_with_its_lines(tmp_path, name, text, words):
+    (tmp_path / name).write_text(text)
+    with pytest.raises(ConfigError, match=words):
+        read_config(Config, str(tmp_path / name))
+
+
+def test_keys_of_merged_tables_may_be_replaced(tmp_path):
+    text = "optimizer: &a {eps: 1.0e-4, beta1: 0.5}\ncritic: {optimizer: {<<: *a, eps: 1.0e-3}}\n"
+    (tmp_path / "a.yaml").write_text(text)
+    config = read_config(Config, str(tmp_path / "a.yaml"))
+    assert (config.optimizer.eps, config.critic.optimizer.eps) == (1e-4, 1e-3)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--config.seed=1", "--config.seed=2"],
+        ["--config.seed", "1", "--config.seed=2"],
+        ["--config=smollm2"],
+        ["--config", "smollm2"],
+    ],
+)
+def test_a_flag_with_two_values_is_an_error(flags, capsys):
+    assert " is given twice: '" in refusal(Config, ["--config=arithmetic", *flags], capsys)
+    same = ["--config=arithmetic", "--config.seed=1"]
+    assert load(Config, *same, *same).seed == 1
+
+
+def test_configs_are_listed_and_shown(monkeypatch, capsys, tmp_path):
+    code, listed, _ = run_shown("configs", [], monkeypatch, capsys)
+    assert code == 0 and len(listed.splitlines()) == len(shipped_configs())
+    for name, path in shipped_configs().items():
+        assert f" {name} " in listed and path.read_text().splitlines()[0].strip('"') in listed
+    code, text, _ = run_shown("configs", ["show", "guessing"], monkeypatch, capsys)
+    (tmp_path / "my.py").write_text(text)
+    assert code == 0 and read_config(Config, "my.py") == read_config(Config, "guessing")
+
+
+def test_missing_base_names_the_command_that_makes_it():
+    made = {"runs/calculator_base": "calculator_base", "runs/arithmetic_sft": "arithmetic_sft"}
+    made |= {"runs/smollm2_base_gsm8k": "smollm2_base:gsm8k", "runs/smollm2_base": "smollm2_base"}
+    for folder, name in made.items():
+        assert config_for_folder(SftConfig, folder) == name
+    assert not config_for_folder(SftConfig, "runs/other")
+    assert not config_for_folder(SftConfig, "runs/smollm2_base_other")
+
+
+# --- rates that the settings leave to the program -------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ import io
 import json
 
 import pytest
-from command_lines import RL, load
+from command_lines import RL, refusal
 from conftest import heldout_prompts
 from rich.console import Console
 from row_files import CHATML, read_table
@@ -64,10 +64,7 @@ def test_a_template_that_is_none_stops_before_the_run(tmp_path, text, reason, ca
     (tmp_path / "empty.txt").write_text("Solve:\n")
     (tmp_path / "binary.txt").write_bytes(b"\xff{problem}")
     text = text.replace("{tmp}", str(tmp_path))
-    with pytest.raises(SystemExit) as stopped:
-        load(Config, RL, f"--config.data.template={text}")
-    message = capsys.readouterr().err
-    assert stopped.value.code == 2 and len(message.splitlines()) == 1
+    message = refusal(Config, [RL, f"--config.data.template={text}"], capsys)
     assert message.startswith("error: config.data.template = "), message
     assert all(part in message for part in reason.split(".*")), message
 

@@ -4,6 +4,8 @@ import pathlib
 import sys
 from unittest import mock
 
+import pytest
+
 from dapo_jax.run import command_line
 from dapo_jax.runtime import registry
 
@@ -15,6 +17,16 @@ BASE = f"--config={ROOT}/configs/arithmetic_base.py"
 def load(kind, *arguments, usage=""):
     with mock.patch.object(sys, "argv", ["prog", *arguments]):
         return command_line.load(kind, usage)
+
+
+def refusal(kind, arguments: list[str], capsys) -> str:
+    """Return the line about arguments that `load` rejects."""
+    with pytest.raises(SystemExit) as stopped:
+        load(kind, *arguments)
+    message = capsys.readouterr().err
+    assert stopped.value.code == 2 and message.startswith("error: "), message
+    assert len(message.splitlines()) == 1, message
+    return message
 
 
 def run(command: str, arguments: list[str], monkeypatch, capsys) -> tuple[int, str]:
