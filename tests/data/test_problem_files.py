@@ -1,5 +1,6 @@
-"""Files of problems in their published formats, what is wrong with some rows, hostile files."""
+"""Files of problems of every kind, by name or path; their numbers and repeats; hostile files."""
 
+import csv
 import datetime
 import decimal
 import gzip
@@ -14,13 +15,13 @@ import zlib
 import numpy as np
 import pyarrow as pa
 import pytest
-from pyarrow import csv, feather, parquet
+from pyarrow import csv as arrow_csv
+from pyarrow import feather, parquet
 from row_files import read_table, write_lines
 
 from dapo_jax.config.experiment import Data
 from dapo_jax.data import files
-from dapo_jax.data.files import MalformedRow, NoAnswer, find_files
-from dapo_jax.data.prompts.templates import DAPO
+from dapo_jax.data.files import find_files
 from dapo_jax.data.row_formats import read_row
 from dapo_jax.data.sources import Source, Sources, read_problems
 from dapo_jax.types.errors import ConfigError
@@ -28,58 +29,8 @@ from dapo_jax.types.errors import ConfigError
 ROWS = [{"problem": f"What is {i}+1?", "answer": str(i + 1)} for i in range(5)]
 
 
-def dapo_row(text: str, answer: str, index: int, wording: str = DAPO) -> dict:
-    return {
-        "data_source": "math_dapo",
-        "prompt": [{"role": "user", "content": wording.replace("{problem}", text)}],
-        "ability": "MATH",
-        "reward_model": {"ground_truth": answer, "style": "rule-lighteval/MATH_v2"},
-        "extra_info": {"index": f"uuid-{index}"},
-    }
-
-
 def load(*paths: str, limit: int = 0) -> Source:
     return read_problems(paths, "set", limit)
-
-
-PUBLISHED = dict(read_table(__file__, "published")) | {
-    "DAPO": (
-        dapo_row("Is {x} 1?", "34", 5),
-        {"text": "Is {x} 1?", "answer": "34", "source": "math_dapo", "id": "set-uuid-5"},
-    ),
-    "DAPO's schema, other wording": (
-        dapo_row("P", "34", 5, "{problem} Let's think step by step."),
-        {"text": "P Let's think step by step."},
-    ),
-}
-
-
-@pytest.mark.parametrize("name", PUBLISHED)
-def test_rows_are_read_as_published(name):
-    row, expected = PUBLISHED[name]
-    problem = read_row(row, "set", 9)
-    assert {field: getattr(problem, field) for field in expected} == expected
-
-
-@pytest.mark.parametrize("row", read_table(__file__, "no_answer"))
-def test_a_row_without_an_answer_is_not_malformed(row):
-    with pytest.raises(NoAnswer):
-        read_row(row, "set", 1)
-
-
-@pytest.mark.parametrize(
-    ("row", "reason"),
-    [
-        *read_table(__file__, "malformed"),
-        ({"problem": "P", "answer": {"a": 1}}, "answer is an object, which no verifier compares"),
-        ({"problem": "P", "answer": float("nan")}, "not a finite number"),
-        (dapo_row("P", "1", 1) | {"prompt": []}, "no message of the role"),
-        (dapo_row("P", "1", 1) | {"reward_model": "1"}, "reward_model is not"),
-    ],
-)
-def test_a_malformed_row_says_why(row, reason):
-    with pytest.raises(MalformedRow, match=reason):
-        read_row(row, "set", 1)
 
 
 def test_every_kind_of_file_gives_the_same_problems(tmp_path):
@@ -87,7 +38,7 @@ def test_every_kind_of_file_gives_the_same_problems(tmp_path):
     write_lines(tmp_path / "lines.jsonl", ROWS)
     write_lines(tmp_path / "lines.json", ROWS)
     (tmp_path / "array.json").write_text(json.dumps(ROWS, indent=2))
-    csv.write_csv(table, tmp_path / "table.csv")
+    arrow_csv.write_csv(table, tmp_path / "table.csv")
     for name in ("lines.jsonl", "array.json", "table.csv"):
         (tmp_path / f"{name}.gz").write_bytes(gzip.compress((tmp_path / name).read_bytes()))
     parquet.write_table(table, tmp_path / "table.parquet", row_group_size=2)
@@ -116,8 +67,8 @@ def test_malformed_rows_are_named_by_file_and_line_up_to_a_limit(tmp_path):
 
 
 def test_rows_that_are_equal_in_everything_are_repeats(tmp_path):
-    rows = [dapo_row(f"P{i}", str(i), i) for i in range(4)] * 3
-    rows += [dapo_row("P2", "9", 2), {"question": "Prove.", "final_answer": None}]
+    rows = [{"problem": f"P{i}", "answer": str(i), "id": f"uuid-{i}"} for i in range(4)] * 3
+    rows += [rows[2] | {"answer": "9"}, {"question": "Prove.", "final_answer": None}]
     loaded = load(write_lines(tmp_path / "d.jsonl", rows))
     ids = [f"set-uuid-{i}" for i in (0, 1, 2, 3, 2)]
     assert [problem.id for problem in loaded.problems] == ids
@@ -144,6 +95,48 @@ def test_equal_rows_of_several_formats_are_one_problem(tmp_path):
     write_lines(tmp_path / "2.jsonl", [{"problem": "Q", "answer": "1", "none": 2, "meta": {}}])
     loaded = load(*(str(tmp_path / name) for name in names))
     assert len(loaded.problems) == 2 and loaded.counts["repeats"] == 5
+
+
+CELLS = [("q", "a"), ("two\nlines, and a comma", "025"), ('say "x"', "1/2"), ("é" * 200_000, "3")]
+
+
+@pytest.mark.parametrize(
+    ("delimiter", "encoding"), [(",", "utf-8"), (";", "utf-8-sig"), ("\t", "utf-8")]
+)
+def test_tables_of_text_keep_their_cells_and_lines(tmp_path, delimiter, encoding):
+    path = tmp_path / "t.csv"
+    with path.open("w", newline="", encoding=encoding) as file:
+        csv.writer(file, delimiter=delimiter).writerows(CELLS)
+    found = list(files.read_rows(path))
+    assert [place for place, _ in found] == ["line 2", "line 4", "line 5"]
+    assert [tuple(row.values()) for _, row in found] == CELLS[1:]
+    assert found[0][1].keys() == {"q", "a"}
+    (tmp_path / "t.csv.gz").write_bytes(gzip.compress(path.read_bytes(), mtime=0))
+    assert list(files.read_rows(tmp_path / "t.csv.gz")) == found
+
+
+@pytest.mark.parametrize("cells", ["1+1?", "1+1?,2,3"])
+def test_a_line_with_other_cells_than_the_first_is_malformed(tmp_path, cells):
+    (tmp_path / "t.csv").write_text(f"question,answer\n{cells}\n2+2?,4\n")
+    loaded = load(str(tmp_path / "t.csv"), limit=1)
+    assert [problem.answer for problem in loaded.problems] == ["4"]
+    assert loaded.messages[0].endswith("t.csv line 2: does not have 2 cells like the first line")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "reason"),
+    [
+        ("t.csv", b'question,answer\n"1+1?,2\n', "unexpected end of data"),
+        ("t.csv", b"question,answer\n\xff,2\n", ".*utf-8.*iconv -f LATIN1 -t UTF-8"),
+        ("t.parquet", b"hello", ".*[Pp]arquet"),
+        ("t.jsonl.gz", b"hello", "Not a gzipped file"),
+        ("t.json.gz", gzip.compress(b"[1]" * 999, mtime=0)[:-9], ".*ended before"),
+    ],
+)
+def test_broken_files_say_why(tmp_path, name, content, reason):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ConfigError, match=f"{name} can't be read: {reason}"):
+        load(str(tmp_path / name))
 
 
 FLOATS = pa.float32()
