@@ -1,5 +1,6 @@
-"""Sources by name, mixed by weight; what is held out; one order for all; made-up arithmetic."""
+"""Sources mixed by weight; what is held out; one order for all; pass rates; made-up arithmetic."""
 
+import dataclasses
 import importlib.metadata
 import itertools
 import json
@@ -10,15 +11,17 @@ import types
 import numpy as np
 import pytest
 from conftest import heldout_prompts
-from row_files import read_table
+from responses import respond
+from row_files import read_table, write_lines
 
 from dapo_jax.config.experiment import Data, Examples
 from dapo_jax.data import arithmetic
 from dapo_jax.data.prompt_stream import PromptStream
 from dapo_jax.data.prompts.tokenizer import arithmetic_tokenizer
-from dapo_jax.data.sources import Sources, parse_sources
+from dapo_jax.data.sources import Sources, parse_range, parse_sources, read_problems
 from dapo_jax.extras import gym
 from dapo_jax.extras.math.verifier import final_number
+from dapo_jax.run.evaluate import rate_problems
 from dapo_jax.types.errors import ConfigError
 
 TOKENIZER = arithmetic_tokenizer()
@@ -29,8 +32,8 @@ def settings(tmp_path):
     """Data settings over a folder with `one` of 40 problems and `two_train` and `two_test`."""
 
     def write(name: str, texts: list[str]) -> None:
-        rows = [json.dumps({"problem": text, "answer": text.split()[-1][-1]}) for text in texts]
-        (tmp_path / name).write_text("\n".join(rows))
+        rows = [{"problem": text, "answer": text.split()[-1][-1]} for text in texts]
+        write_lines(tmp_path / name, rows)
 
     write("one.jsonl", [f"{i}+{i}" for i in range(40)])
     write("two_train.jsonl", [f"{i}+0" for i in range(10)])
@@ -140,8 +143,7 @@ def test_held_out_texts_differ_by_runs_of_blanks_alone(settings):
 )
 def test_rows_with_the_same_text_are_held_out_together(settings, texts, count, held):
     rows = [{"problem": f"{i % texts}+0", "answer": "0", "target": i} for i in range(40)]
-    path = pathlib.Path(settings("one").folder) / "tasks.jsonl"
-    path.write_text("\n".join(map(json.dumps, rows)))
+    write_lines(pathlib.Path(settings("one").folder, "tasks.jsonl"), rows)
     stream = PromptStream(settings("tasks", heldout_problems=count), 0, TOKENIZER)
     heldout = stream.heldout_prompts()
     assert len(heldout) == held and len(stream.sources[0].problems) == 40 - held
@@ -177,10 +179,10 @@ def test_a_small_file_is_not_all_held_out(settings, source, more, held):
 
 @pytest.mark.parametrize(("source", "more", "message"), read_table(__file__, "unreadable"))
 def test_a_file_that_can_not_be_read_says_what_is_in_it(settings, source, more, message):
-    rows = [json.dumps({"text": "1+1", "label": "2"})] * 20
-    (pathlib.Path(settings("one").folder) / "odd.jsonl").write_text("\n".join(rows))
-    rows = [json.dumps({"problem": text, "answer": ""}) for text in ("1+1", "2+2")]
-    (pathlib.Path(settings("one").folder) / "unsolved.jsonl").write_text("\n".join(rows))
+    folder = pathlib.Path(settings("one").folder)
+    write_lines(folder / "odd.jsonl", [{"text": "1+1", "label": "2"}] * 20)
+    rows = [{"problem": text, "answer": ""} for text in ("1+1", "2+2")]
+    write_lines(folder / "unsolved.jsonl", rows)
     with pytest.raises(ConfigError, match=message) as stopped:
         PromptStream(settings(source, **more), 0, TOKENIZER)
     assert "\n" not in str(stopped.value) and "data.fields" in str(stopped.value)
@@ -238,6 +240,71 @@ def test_without_the_package_a_gym_task_says_how_to_get_it(monkeypatch, settings
     monkeypatch.setitem(sys.modules, "reasoning_gym", None)
     with pytest.raises(ConfigError, match=r"pip install 'reasoning-gym=="):
         PromptStream(settings("gym:leg_counting"), 0, TOKENIZER)
+
+
+# --- a range of pass rates ----------------------------------------------------------------------
+
+
+@pytest.fixture
+def data(tmp_path) -> Data:
+    """Settings with ten problems, of which problem i was solved i times in nine."""
+    rows = [{"problem": f"{i} + {i}?", "answer": str(2 * i)} for i in range(10)]
+    source = write_lines(tmp_path / "mine.jsonl", rows)
+    problems = read_problems((source,), "other", 0).problems
+    responses = [
+        respond(i, j, j < i, digest=problems[i].digest) for i in range(9) for j in range(9)
+    ]
+    responses.append(dataclasses.replace(responses[0], failure="crash"))
+    (tmp_path / "rates.jsonl").write_text(rate_problems(responses))
+    return Data(
+        source=source,
+        heldout_problems=0,
+        difficulty="0.3..0.8",
+        difficulty_file=str(tmp_path / "rates.jsonl"),
+    )
+
+
+def test_problems_within_the_range_are_left(data):
+    (source,) = Sources(data, 0).training(set())
+    assert [problem.answer for problem in source.problems] == ["6", "8", "10", "12", "14"]
+    assert source.counts["outside data.difficulty"] == 5  # problem 9 was not measured
+    (source,) = Sources(dataclasses.replace(data, difficulty=""), 0).training(set())
+    assert len(source.problems) == 10
+
+
+@pytest.mark.parametrize("text", ["0.1", "0.9..0.1", "-1..1", "0..2", "a..b", "0.1..0.5..0.9"])
+def test_a_wrong_range_names_the_setting(text):
+    with pytest.raises(ConfigError, match=r"data.difficulty = .*LOW..HIGH"):
+        parse_range(text)
+
+
+def test_equal_texts_with_other_answers_have_their_own_rates(tmp_path):
+    rows = [("1+1+2=", "4"), ("1+ 1+2=", "9"), ("1+1+2=", "5")]
+    path = tmp_path / "mine.jsonl"
+    path.write_text("\n".join(json.dumps({"problem": p, "answer": a}) for p, a in rows))
+    prompts = heldout_prompts(Data(heldout_source=str(path), max_prompt_tokens=9), 0, TOKENIZER)
+    responses = [
+        respond(p.index, j, p.index == 1, digest=p.digest) for p in prompts for j in (0, 1)
+    ]
+    rates = [json.loads(line) for line in rate_problems(responses).splitlines()]
+    assert [(rate["samples"], rate["pass_rate"]) for rate in rates] == [(2, 0), (2, 1), (2, 0)]
+    (tmp_path / "rates.jsonl").write_text(rate_problems(responses))
+    copy = (tmp_path / "copy.jsonl").with_suffix(".json")
+    copy.write_text(json.dumps([json.loads(line) for line in path.read_text().splitlines()][::-1]))
+    data = Data(source=str(copy), heldout_problems=0, difficulty="0.5..1")
+    data.difficulty_file = str(tmp_path / "rates.jsonl")
+    (source,) = Sources(data, 0).training(set())
+    assert [problem.answer for problem in source.problems] == ["9"]
+
+
+def test_a_range_without_problems_or_rates_is_rejected(data, tmp_path):
+    with pytest.raises(ConfigError, match="none of 10 is in it"):
+        Sources(dataclasses.replace(data, difficulty="0.34..0.35"), 0).training(set())
+    with pytest.raises(ConfigError, match="empty with arithmetic"):
+        Sources(dataclasses.replace(data, source="arithmetic"), 0).training(set())
+    for path in (str(tmp_path / "no.jsonl"), data.source, ""):
+        with pytest.raises(ConfigError, match="difficulty_file = .*--write_difficulty=FILE"):
+            Sources(dataclasses.replace(data, difficulty_file=path), 0)
 
 
 # --- the arithmetic of the tests -----------------------------------------------------------------
