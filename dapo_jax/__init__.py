@@ -28,12 +28,12 @@ if sys.argv[:1] == ["-m"] and signal.getsignal(signal.SIGINT) is signal.default_
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 _MODULES = {name: f"learner.{name}" for name in ("losses", "advantages")}
-_MODULES["algorithms"] = "config.presets"
+_MODULES["algorithms"] = "config.algorithms"
 # Module of every other public name: module, or module:name if the name differs.
 _DEFINED_IN = {
     "Algorithm": "config.algorithm",
-    "preset": "config.presets",
-    "presets": "config.presets:PRESETS",
+    "preset": "config.algorithms",
+    "presets": "config.algorithms:PRESETS",
     "JudgeUnavailable": "types.structs",
     "Observation": "types.structs",
     "is_equivalent": "extras.math.algebra_process",
@@ -67,8 +67,10 @@ if TYPE_CHECKING:  # the same names, for editors and type checkers
         sft,
         train,
     )
-    from dapo_jax.config import presets as algorithms
+    from dapo_jax.config import algorithms
     from dapo_jax.config.algorithm import Algorithm
+    from dapo_jax.config.algorithms import PRESETS as presets
+    from dapo_jax.config.algorithms import preset
     from dapo_jax.config.experiment import (
         Checkpoint,
         Compute,
@@ -91,8 +93,6 @@ if TYPE_CHECKING:  # the same names, for editors and type checkers
         Sampler,
         Watch,
     )
-    from dapo_jax.config.presets import PRESETS as presets
-    from dapo_jax.config.presets import preset
     from dapo_jax.extras.math.algebra_process import is_equivalent
     from dapo_jax.extras.report.command import ReportConfig
     from dapo_jax.extras.sft.settings import Architecture, DpoConfig, OwnData, SftConfig

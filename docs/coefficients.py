@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from PIL import Image, PngImagePlugin
 
-from dapo_jax.config.presets import preset
+from dapo_jax.config.algorithms import preset
 from dapo_jax.learner.batches import PackedRows, ScoredBatch, TrainBatch
 from dapo_jax.learner.policy import policy_objective
 

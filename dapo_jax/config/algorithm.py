@@ -4,7 +4,7 @@ Every method multiplies the gradient of log p(token) by a coefficient (arXiv 240
 
     A * weight(ratio) * [inside the region] * importance weight * [not rejected] - KL's part
 
-`presets.py` has the published choices of each factor.
+`algorithms.py` has the published choices of each factor.
 """
 
 from typing import Annotated, Literal

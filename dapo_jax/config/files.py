@@ -9,8 +9,8 @@ import pathlib
 import re
 from typing import Any
 
+from dapo_jax.config.algorithms import preset
 from dapo_jax.config.foreign_names import advice
-from dapo_jax.config.presets import preset
 from dapo_jax.config.settings import from_dict
 from dapo_jax.runtime.text_files import read_file, read_json
 from dapo_jax.runtime.user_code import describe_error, short_path

@@ -19,7 +19,7 @@ import time
 
 import bench
 
-from dapo_jax.config.presets import PRESETS
+from dapo_jax.config.algorithms import PRESETS
 
 WITHOUT_TEACHER = [name for name, make in PRESETS.items() if make().distillation == "none"]
 OTHER_SUMS = 1000  # added to the seed of supervised runs, for other examples than the base's

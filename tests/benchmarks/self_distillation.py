@@ -4,8 +4,9 @@
 
 A problem is four digits and `?`; its answer has the next digit for each (9 is followed by 1). The
 base policy learns from examples to answer `?` with four digits at random, and to repeat what stands
-between `?` and `=`. So it never knew the rule, and the teacher, whose prompt is `{problem}{answer}=`,
-knows every answer. The command can be repeated after an interruption; finished runs are used again.
+between `?` and `=`. So it never knew the rule, and the teacher, whose prompt is
+`{problem}{answer}=`, knows every answer. The command can be repeated after an interruption;
+finished runs are used again.
 """
 
 import json

@@ -80,7 +80,7 @@ def test_type_checkers_see_the_same_names():
         "dapo_jax.learner.losses",
         "dapo_jax.learner.advantages",
         "dapo_jax.extras.math.algebra_process",
-        "dapo_jax.config.presets",
+        "dapo_jax.config.algorithms",
     ],
 )
 def test_examples_in_docstrings_are_true(module_name, base, tmp_path, alone):

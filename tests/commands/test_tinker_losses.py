@@ -11,8 +11,8 @@ from conftest import TINY
 from tinker_served import loss_message
 
 from dapo_jax.config.algorithm import Algorithm
+from dapo_jax.config.algorithms import preset
 from dapo_jax.config.experiment import Compute, Optimizer
-from dapo_jax.config.presets import preset
 from dapo_jax.extras.serve.errors import RequestError
 from dapo_jax.extras.tinker.losses import OPTIONS, loss_learner
 from dapo_jax.extras.tinker.models import Model, pack_data, run_loss

@@ -11,9 +11,9 @@ from row_files import read_table
 
 import dapo_jax
 from dapo_jax.commands import api
+from dapo_jax.config.algorithms import preset
 from dapo_jax.config.experiment import Config, Lora, Optimizer
 from dapo_jax.config.files import config_for_folder, read_config, shipped_configs
-from dapo_jax.config.presets import preset
 from dapo_jax.config.rates import choose_rates
 from dapo_jax.config.settings import leaves
 from dapo_jax.extras.serve.settings import ServeConfig

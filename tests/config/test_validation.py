@@ -11,9 +11,9 @@ from command_lines import BASE, RL, load, refusal
 from row_files import read_table
 
 from dapo_jax import algorithms
+from dapo_jax.config.algorithms import Algorithm
 from dapo_jax.config.combinations import OWN, parse_table
 from dapo_jax.config.experiment import Config, ExportConfig
-from dapo_jax.config.presets import Algorithm
 from dapo_jax.config.settings import from_dict, rules
 from dapo_jax.config.validation import TRAINING, validate
 from dapo_jax.data.prompts.templates import TEMPLATES, open_template

@@ -9,7 +9,7 @@ import pytest
 from policy_loops import mean
 from row_files import read_table
 
-from dapo_jax.config.presets import dapo
+from dapo_jax.config.algorithms import dapo
 from dapo_jax.learner.advantages import ESTIMATORS, SCALES, estimate, gather_feedback, whiten
 from dapo_jax.learner.metrics import feedback_metrics
 

@@ -27,7 +27,7 @@ from policy_loops import (
 )
 
 from dapo_jax import algorithms
-from dapo_jax.config.presets import PRESETS
+from dapo_jax.config.algorithms import PRESETS
 from dapo_jax.learner.losses import policy_loss, rejections
 from dapo_jax.learner.policy import policy_objective
 

@@ -13,8 +13,8 @@ from learners import BUDGET, LENGTHS, assert_close, make_learner, place
 from policy_loops import mean
 
 from dapo_jax import algorithms
+from dapo_jax.config.algorithms import PRESETS, dapo
 from dapo_jax.config.experiment import Optimizer
-from dapo_jax.config.presets import PRESETS, dapo
 from dapo_jax.learner.advantages import Estimates, estimate, gather_feedback
 from dapo_jax.learner.batches import OBSERVED, ScoredBatch
 from dapo_jax.learner.critic import critic_learner, scalar_config

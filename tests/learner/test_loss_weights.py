@@ -10,7 +10,7 @@ from conftest import make_prompt
 from policy_loops import mean
 
 from dapo_jax import algorithms
-from dapo_jax.config.presets import dapo
+from dapo_jax.config.algorithms import dapo
 from dapo_jax.learner.advantages import Estimates, estimate
 from dapo_jax.learner.batches import ScoredBatch
 from dapo_jax.learner.losses import LOSS_WEIGHTS, TRAINED_RESPONSES, response_weights

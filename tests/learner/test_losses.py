@@ -26,7 +26,7 @@ from policy_loops import (
 from row_files import read_table
 
 from dapo_jax import algorithms
-from dapo_jax.config.presets import dapo
+from dapo_jax.config.algorithms import dapo
 from dapo_jax.learner.batches import ScoredBatch, TrainBatch
 from dapo_jax.learner.critic import critic_objective
 from dapo_jax.learner.losses import KL_ESTIMATORS, policy_loss, value_loss

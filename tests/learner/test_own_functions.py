@@ -11,8 +11,8 @@ from command_lines import RL, load
 from small_runs import make_quick_config, read_rows
 
 from dapo_jax.config.algorithm import OWN_FUNCTIONS
+from dapo_jax.config.algorithms import Algorithm, preset
 from dapo_jax.config.experiment import Config
-from dapo_jax.config.presets import Algorithm, preset
 from dapo_jax.learner.advantages import ESTIMATORS, estimate, gather_feedback
 from dapo_jax.learner.losses import (
     KL_ESTIMATORS,

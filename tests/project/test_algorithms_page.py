@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from shown_commands import ROOT
 
-from dapo_jax.config.presets import PRESETS, preset
+from dapo_jax.config.algorithms import PRESETS, preset
 
 PAGE = (ROOT / "docs/algorithms.md").read_text(encoding="utf-8")
 ROW = re.compile(r"^\| `(\w+)` \| (.+?) \| (.+?) \| (.+?) \| (.*?) ?\|$", re.MULTILINE)

@@ -6,8 +6,8 @@ import re
 import pytest
 from shown_commands import ROOT
 
+from dapo_jax.config.algorithms import PRESETS
 from dapo_jax.config.experiment import Config
-from dapo_jax.config.presets import PRESETS
 from dapo_jax.config.settings import leaves, rules
 from dapo_jax.extras.sft.settings import DpoConfig, SftConfig
 from dapo_jax.types.rules import Choices

@@ -17,7 +17,7 @@ from test_layout import LIBRARY, ROOT, tree_of
 LOOP = "dapo_jax.run.run"
 MAX_CLOSURE_LINES = 23_990
 MAX_CLOSURE_MODULES = 110
-MAX_ARROWS = 60
+MAX_ARROWS = 50
 MAX_LIBRARY_LINES = 43_300
 MAX_TEST_LINES = 34_370
 # Lines of an extra, at most.

@@ -9,8 +9,8 @@ from reports import row
 from row_files import read_table
 from small_runs import make_quick_config, open_run
 
+from dapo_jax.config.algorithms import PRESETS
 from dapo_jax.config.experiment import Config, Reward, Watch
-from dapo_jax.config.presets import PRESETS
 from dapo_jax.extras.alerts import LIMITS, Alerts, check_run
 from dapo_jax.reporting.scores import settings_of
 from dapo_jax.rewards.group_rewards import reward_group

@@ -10,8 +10,8 @@ from conftest import make_completion, make_prompt
 from row_files import read_table
 from scored import ask, submit
 
+from dapo_jax.config.algorithms import dapo, grpo
 from dapo_jax.config.experiment import Config, Reward, Sampler
-from dapo_jax.config.presets import dapo, grpo
 from dapo_jax.extras.math.verifier import final_number
 from dapo_jax.rewards.group_rewards import overlong_punishment, reward_group
 from dapo_jax.rewards.pool import RewardPool

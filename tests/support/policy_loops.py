@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dapo_jax.config.presets import PRESETS
+from dapo_jax.config.algorithms import PRESETS
 from dapo_jax.learner.batches import PackedRows, ScoredBatch, TrainBatch
 from dapo_jax.learner.policy import policy_objective
 

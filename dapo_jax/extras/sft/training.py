@@ -20,6 +20,7 @@ import jax
 import numpy as np
 from rich.markup import escape
 
+from dapo_jax.config.algorithms import preset
 from dapo_jax.config.experiment import (
     GENERATED,
     Checkpoint,
@@ -31,7 +32,6 @@ from dapo_jax.config.experiment import (
     Rollout,
     Watch,
 )
-from dapo_jax.config.presets import preset
 from dapo_jax.config.rates import choose_rates
 from dapo_jax.data.prompts.tokenizer import END, PAD, Tokenizer, arithmetic_tokenizer
 from dapo_jax.extras.sft.rows import (
