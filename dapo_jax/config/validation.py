@@ -21,8 +21,9 @@ advantage!=preference -> trained_responses!=pairs aggregate!=pair_sum
 advantage=one -> trained_responses=correct: it imitates wrong answers too
 advantage=@no_reward -> whiten=false overlong_punishment=false covariance=none: it reads no reward
 advantage=@no_reward|pass_at_k|real -> length_penalty=0: it reads no reward
-advantage=real -> overlong_punishment=false whiten=false: it reads no reward
-advantage=@no_reward -> kl=none|loss: it reads no reward
+advantage=pass_at_k|real -> overlong_punishment=false: it reads no reward
+advantage=real -> whiten=false: it reads no reward
+advantage=@no_reward|pass_at_k|real|reward_parts -> kl=none|loss: it reads no such reward
 advantage=@no_reward distillation!=reverse -> importance_cap=0 rejection=none: no expectation
 trained_responses!=all -> whiten=false: it would push half of them down
 kl!=loss -> covariance!=kl: it chooses the tokens of that KL
