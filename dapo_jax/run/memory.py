@@ -17,8 +17,8 @@ from dapo_jax.runtime import sharding
 from dapo_jax.runtime.registry import feature
 from dapo_jax.types.errors import ConfigError
 
-FLOAT_BYTES = 4
-SAMPLED_TOKEN_BYTES = 8  # a token and its log-prob
+FLOAT_BYTES = TEXT_TOKEN_BYTES = 4
+SAMPLED_TOKEN_BYTES = 8  # a token and its log-prob, or the two numbers of its support
 MEMINFO = pathlib.Path("/proc/meminfo")
 # Memory limit of a container, in versions 2 and 1 of control groups.
 LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
@@ -56,14 +56,20 @@ def cache_bytes(
     """Return the bytes of keys, values and tokens of all slots at full length, on one device."""
     replicas = sharding.shards(mesh, "batch", sharding.DECODING)
     pieces = mesh.size // replicas
-    longest = prompt_tokens + response_tokens
+    longest = prompt_tokens + response_tokens + sampler.speculate  # proposals are cached too
     held = slots * longest
     if sampler.pages and sampler.cache != "slots":
         held = min(held, sampler.pages * sampler.page_tokens)
-    tokens = (slots * min(reach, longest) if reach else held for reach in decoder.reaches)
+    tokens = (
+        slots * min(reach + sampler.speculate, longest) if reach else held
+        for reach in decoder.reaches
+    )
     cached = sum(map(operator.mul, token_bytes(decoder, sampler, pieces), tokens))
     cached += slots * state_bytes(decoder, pieces)
-    return (cached + slots * response_tokens * SAMPLED_TOKEN_BYTES) / replicas
+    cached += slots * response_tokens * SAMPLED_TOKEN_BYTES * (1 + sampler.truncates)
+    if sampler.speculate:  # from the texts of all slots
+        cached += slots * longest * TEXT_TOKEN_BYTES
+    return cached / replicas
 
 
 def params_bytes(

@@ -1,10 +1,13 @@
 """Memory that a device lacks is an error of one line; estimates of weights and caches."""
 
+import dataclasses
+import functools
+
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import TINY
+from samplers import make_engine
 
 from dapo_jax import algorithms
 from dapo_jax.config.experiment import Compute, Optimizer, Sampler
@@ -14,7 +17,6 @@ from dapo_jax.learner import update
 from dapo_jax.learner.batches import PackedRows, ScoredBatch, TrainBatch
 from dapo_jax.learner.policy import PolicySettings, policy_learner
 from dapo_jax.model.decoder import init_params
-from dapo_jax.rollout.cache_layout import CacheLayout
 from dapo_jax.run import memory
 from dapo_jax.runtime.sharding import unbox
 from dapo_jax.types.errors import ConfigError
@@ -53,6 +55,12 @@ def test_estimate_equals_the_size_of_the_arrays(one_device, eight_devices):
     params = sizes(jax.eval_shape(lambda: unbox(init_params(TINY, jax.random.key(0)))))
     assert memory.params_bytes(TINY, one_device) == params
     assert params / 8 < memory.params_bytes(TINY, eight_devices) < params / 2
-    layout = CacheLayout(TINY, one_device, Sampler(slots=6), 40, jnp.float32)
-    cache = sizes(jax.eval_shape(lambda: layout.empty(40)))
-    assert memory.cache_bytes(TINY, Sampler(), one_device, 6, 10, 30) == cache + 6 * 30 * 8
+    config = dataclasses.replace(TINY, window=7, sliding=(True, False))
+    for changes in ({}, {"speculate": 3}, {"top_k": 4}):
+        engine = make_engine(one_device, 6, prompt=10, response=30, config=config, **changes)
+        empty = functools.partial(engine.programs.empty, window=engine.cache_tokens)
+        state = jax.eval_shape(empty)
+        texts = state.texts and state.texts.tokens
+        held = sizes((state.caches, state.tokens, state.logprobs, state.supports, texts))
+        estimate = memory.cache_bytes(config, Sampler(**changes), one_device, 6, 10, 30)
+        assert estimate == held, changes
