@@ -107,8 +107,8 @@ class Algorithm:
     )
     second_moment_limit: PositiveOr0 = setting(
         0.0,
-        "Drop tokens with the largest squared log-ratios to the sampler until the mean of "
-        "the others is at most this; 0: none.",
+        "Of the tokens that A pushes away from the sampler, drop those with the largest squared "
+        "log-ratios to it until the mean of the others is at most this; 0: none.",
     )
     covariance: Literal["none", "clip", "kl"] = setting(
         "none", "Tokens chosen by the covariance of log-prob and A: no gradient, or the only KL."
@@ -189,7 +189,7 @@ class Algorithm:
     overlong_punishment: bool = setting(True, "Soft punishment in the last tokens of the limit.")
     overlong_buffer_share: Share = setting(0.2, "Punished fraction of the limit.")
     length_penalty: PositiveOr0 = setting(
-        0.0, "Largest punishment of a correct response for its length, times the pass rate."
+        0.0, "Punishment of the longest response of a group, times the pass rate; linear in length."
     )
     overlong_filtering: bool = setting(False, "Truncated responses get loss weight 0.")
 

@@ -210,13 +210,15 @@ kl_cov = _changed(
 # Tokens, lengths, entropies and old policies.
 high_entropy = _changed(dapo, top_entropy_fraction=0.2)  # 2506.01939
 adaptive_entropy = _changed(dapo, entropy_target=0.2)  # 2505.22312
-length_penalty = _changed(dapo, overlong_punishment=False, length_penalty=0.5)  # prime-rl's
+length_penalty = _changed(dapo, overlong_punishment=False, length_penalty=0.25)  # prime-rl's
 echo = _changed(grpo, observation_nll_coefficient=0.1)  # prime-rl's
 fipo = _changed(dapo, future_kl_clip=0.2)  # 2603.19835
 real = _changed(  # 2602.05630
     reinforce, advantage="real", aggregate="sequence_mean", dynamic_sampling=True
 )
-m2po = _changed(_unbounded_grpo, **_TOKEN_GRPO, second_moment_limit=0.04)  # 2510.01161
+m2po = _changed(  # 2510.01161, whose ratio is to the sampler: a cap that no ratio reaches
+    _unbounded_grpo, **_TOKEN_GRPO, second_moment_limit=0.04, importance_cap=1e9
+)
 dft = _changed(rft, probability_power=1.0)  # 2508.05629, on the policy's own correct responses
 log_linear = _changed(  # AReaL's proximal policy between sampler and policy, by age
     _grpo_without_kl, **_TOKEN_GRPO, old_logprobs="interpolate"
@@ -234,9 +236,16 @@ sdft = _changed(  # 2601.19897, by sampled tokens in place of whole distribution
     reinforce, **_TOKEN_GRPO, advantage="zero", distillation="reverse"
 )
 opsd = _changed(sdft, aggregate="sequence_mean")  # 2601.18734, by sampled tokens
-sdpo = _changed(on_policy_distillation, importance_cap=2.0)  # 2601.20802, by sampled tokens
+sdpo = _changed(  # 2601.20802, by sampled tokens; caps of the authors' code (lasgroup/SDPO)
+    _unbounded_grpo,
+    **_TOKEN_GRPO,
+    advantage="zero",
+    distillation="reverse",
+    weight_high=2.0,
+    importance_cap=2.0,
+)
 rlsd = _changed(  # 2604.03128, with the paper's first share of the evidence
-    _grpo_without_kl, **_TOKEN_GRPO, distillation="evidence", distillation_coefficient=0.5
+    _grpo_without_kl, distillation="evidence", distillation_coefficient=0.5
 )
 
 _NAMES = (

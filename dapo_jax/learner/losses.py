@@ -350,16 +350,22 @@ def drop_low_entropies(
 
 
 def drop_far_tokens(
-    algorithm: Algorithm, places: Int[np.ndarray, "n"], log_ratios: Float[np.ndarray, "*M R T"]
+    algorithm: Algorithm,
+    places: Int[np.ndarray, "n"],
+    log_ratios: Float[np.ndarray, "*M R T"],  # of the policy before the step to the sampler
+    advantages: Float[np.ndarray, "*M R T"],
 ) -> Int[np.ndarray, "k"]:
-    """Return the places of the tokens with the largest squared log-ratios to the sampler.
+    """Return the places of the tokens that M2PO masks (2510.01161, algorithm 1).
 
-    The mean square of the others is at most `second_moment_limit` (M2PO, 2510.01161).
+    Only the tokens that PPO's clip can cut may be masked: A > 0 and ratio > 1, or A < 0 and
+    ratio < 1. Those of largest squared log-ratio are, until the mean of the others is at most
+    `second_moment_limit`.
     """
-    squares = np.square(np.float64(log_ratios.ravel()[places]))
+    pushed = places[log_ratios.ravel()[places] * advantages.ravel()[places] > 0]
+    squares = np.square(np.float64(log_ratios.ravel()[pushed]))
     order = np.argsort(squares, kind="stable")
-    means = np.cumsum(squares[order]) / np.arange(1, 1 + len(places))
-    return places[order[means > algorithm.second_moment_limit]]
+    means = np.cumsum(squares[order]) / np.arange(1, 1 + len(pushed))
+    return pushed[order[means > algorithm.second_moment_limit]]
 
 
 def value_loss(

@@ -205,7 +205,7 @@ def _choose_tokens(
     if algorithm.second_moment_limit:
         old = present(scored.old_logprobs, "old_logprobs")
         ratios = to_host(old - scored.rollouts.sampler_logprobs)
-        weights.ravel()[drop_far_tokens(algorithm, places, ratios)] = 0.0
+        weights.ravel()[drop_far_tokens(algorithm, places, ratios, advantages)] = 0.0
     if algorithm.covariance == "none":
         return {}
     old = to_host(present(scored.old_logprobs, "old_logprobs"))

@@ -33,16 +33,11 @@ def overlong_punishment(
 
 
 def length_penalties(correct: np.ndarray, tokens: np.ndarray) -> np.ndarray:
-    """Return the pass rate times the relative length of each correct response (as prime-rl's).
+    """Return the pass rate times each response's fraction of the longest one's tokens.
 
-    The relative length is 0 for the shortest correct response of the group and 1 for the longest;
-    it is 0 for all if these are equal. Wrong responses have 0, so easy prompts alone are shortened.
+    As the linear penalty of prime-rl for output tokens; a prompt that nothing solves has none.
     """
-    if not correct.any():
-        return np.zeros(len(correct))
-    shortest, longest = tokens[correct].min(), tokens[correct].max()
-    relative = (tokens - shortest) / max(1, longest - shortest)
-    return np.where(correct, correct.mean() * relative, 0.0)
+    return correct.mean() * tokens / max(1, tokens.max())
 
 
 # Built-in parts from a verdict: (config, completion, verdict) -> unweighted reward.

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from conftest import TINY
 from learners import BUDGET, LENGTHS, assert_close, make_learner, place
-from policy_loops import mean
+from policy_loops import bounded_exp, cut, mean, pushes_out
 
 from dapo_jax import algorithms
 from dapo_jax.config.algorithms import PRESETS, dapo
@@ -51,10 +51,14 @@ def make_update(algorithm, shape=(1, 16, 20), near=None, spread_of_old=0.3, seed
 
     def add_noise(seed, scale):
         parts = noise(seed, scale)
-        return place_tokens([a + b for a, b in zip(centre, parts, strict=True)], index)
+        added = place_tokens([a + b for a, b in zip(centre, parts, strict=True)], index)
+        return np.float64(np.float32(added))
 
     olds = add_noise(1, spread_of_old)
     references = add_noise(2, 0.5)
+    # From near to so far that a ratio would overflow.
+    gaps = 3 * np.sinh(place_tokens(noise(9, 2.5), index))
+    teachers = np.float64(np.float32(olds + gaps))
     if near is not None:
         sampler_logprobs = np.float32(add_noise(6, 0.2))
         rollouts = dataclasses.replace(rollouts, sampler_logprobs=sampler_logprobs)
@@ -72,12 +76,15 @@ def make_update(algorithm, shape=(1, 16, 20), near=None, spread_of_old=0.3, seed
         values=values,
         energies=place_tokens([np.abs(own) for own in noise(7, 1.0)], index),
         sampler_log_ratios=olds - rollouts.sampler_logprobs,
+        teacher_log_ratios=teachers - olds if algorithm.reads_teacher else None,
     )
     estimates = estimate(algorithm, feedback)
     reference = np.float32(references) if algorithm.reference else None
     values = None if values is None else np.float32(values)
     scores = {"reference": reference, "critic": values}
     entropies = np.float32(place_tokens([np.abs(own) for own in noise(8, 1.0)], index))
+    if algorithm.reads_teacher:
+        scores["teacher"] = np.float32(teachers)
     scored = ScoredBatch(rollouts, np.float32(olds), scores, entropies=entropies)
     return make_batch(scored, SEGMENTS, estimates, algorithm, BUDGET, seed=seed), used
 
@@ -116,10 +123,7 @@ def test_dapo_without_its_changes_is_grpo_with_beta_zero():
     assert np.abs(full - actual).max() > 1e-3 and actual.any()
 
 
-UNTAUGHT = [name for name, make in PRESETS.items() if make().distillation == "none"]
-
-
-@pytest.mark.parametrize("name", [n for n in UNTAUGHT if n != "dft"])
+@pytest.mark.parametrize("name", [n for n in PRESETS if n not in ("dft", "gkd")])
 def test_on_policy_the_policy_term_has_gradient_minus_weights_times_advantages(name):
     algorithm = dataclasses.replace(PRESETS[name](), pass_k=1)  # of groups of two
     batch = first_rows(make_update(algorithm)[0])
@@ -261,18 +265,20 @@ def test_only_the_tokens_of_highest_entropy_keep_their_weight(fraction):
 
 @pytest.mark.parametrize("limit", [0.01, 0.04])
 def test_the_largest_squared_log_ratios_to_the_sampler_are_dropped(limit):
-    """2510.01161: until the second moment of those that stay is within the limit."""
+    """2510.01161, algorithm 1: of those that PPO may clip, until their mean is in the limit."""
     algorithm = dataclasses.replace(algorithms.m2po(), second_moment_limit=limit)
     plain, batch = (
         first_rows(make_update(each)[0])
         for each in (dataclasses.replace(algorithm, second_moment_limit=0.0), algorithm)
     )
     old, sampler = plain.scored.old_logprobs, plain.scored.rollouts.sampler_logprobs
-    squares = {p: (float(old[p]) - float(sampler[p])) ** 2 for p in places_of(plain)}
-    kept = sorted(squares, key=lambda spot: squares[spot])
-    while mean([squares[spot] for spot in kept]) > limit:
+    gaps = {p: float(old[p]) - float(sampler[p]) for p in places_of(plain)}
+    masked = {p for p, gap in gaps.items() if gap * plain.advantages[p] > 0}
+    assert 0 < len(masked) < len(gaps)
+    kept = sorted(masked, key=lambda spot: gaps[spot] ** 2)
+    while mean([gaps[spot] ** 2 for spot in kept]) > limit:
         kept.pop()
-    assert sorted(places_of(batch)) == sorted(kept) and 0 < len(kept) < len(squares)
+    assert set(places_of(batch)) == gaps.keys() - masked | set(kept) and 0 < len(kept) < len(masked)
 
 
 def test_real_is_the_gradient_of_its_loss():
@@ -369,6 +375,47 @@ def test_an_adaptive_bonus_seeks_its_entropy():
     slope = jax.grad(lambda e: policy_objective(algorithm, rows, rows.scored.old_logprobs, e)[0])
     entropies = jnp.zeros(rows.loss_weights.shape)
     np.testing.assert_allclose(-slope(entropies), rows.entropy_weights, rtol=1e-6)
+
+
+# Coefficient of a token from A, d = log p_teacher - log p_old, p / p_old and p_old / p_sampler.
+TAUGHT = {
+    "on_policy_distillation": lambda a, d, r, drift: d * (0.0 if pushes_out(d, r, 0.8, 1.2) else r),
+    "sdft": lambda a, d, r, drift: d,  # 2601.19897: the sampled reverse KL
+    "opsd": lambda a, d, r, drift: d,  # 2601.18734, with a mean over each response's tokens
+    "sdpo": lambda a, d, r, drift: d * min(r, 2.0) * min(drift, 2.0),  # 2601.20802
+    "rlsd": lambda a, d, r, drift: loop_rlsd(a, d, r),
+}
+
+
+def loop_rlsd(a, d, r):
+    """2604.03128, equations 14 to 16, with GRPO's clip; the evidence has half of the weight."""
+    a *= 0.5 + 0.5 * cut(bounded_exp(np.sign(a) * d), 0.8, 1.2)
+    return 0.0 if pushes_out(a, r, 0.8, 1.2) else a * r
+
+
+@pytest.mark.parametrize("name", TAUGHT)
+def test_a_taught_policy_has_the_papers_gradient(name):
+    algorithm = PRESETS[name]()
+    batch = first_rows(make_update(algorithm)[0])
+    plain = first_rows(make_update(dataclasses.replace(algorithm, distillation="none"))[0])
+    index, sampler = batch.scored.rollouts.response_index, batch.scored.rollouts.sampler_logprobs
+    old, teacher = (
+        np.float64(x) for x in (batch.scored.old_logprobs, batch.scored.scores["teacher"])
+    )
+    logprobs = old + np.random.default_rng(0).normal(0, 0.5, old.shape)
+    expected = np.zeros(old.shape)
+    for p in zip(*np.nonzero(index >= 0), strict=True):
+        ratios = np.exp(logprobs[p] - old[p]), np.exp(old[p] - sampler[p])
+        gain = TAUGHT[name](float(plain.advantages[p]), teacher[p] - old[p], *ratios)
+        count = sum(LENGTHS)
+        if name in ("opsd", "rlsd"):  # over the tokens of the response, then over responses
+            count = LENGTHS[index[p]] * sum(n > 0 for n in LENGTHS)
+        expected[p] = -gain / count
+    actual = objective_gradient(algorithm, batch, logprobs)
+    np.testing.assert_allclose(actual, expected, rtol=2e-6, atol=1e-9)
+    _, metrics = policy_objective(algorithm, batch, logprobs, jnp.zeros_like(logprobs))
+    gap = np.mean((old - teacher)[index >= 0])
+    assert metrics["teacher_kl"].value() == pytest.approx(gap, rel=1e-4)
 
 
 # --- tokens of high covariance (2505.22617), and energies ----------------------------------------

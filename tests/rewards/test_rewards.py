@@ -54,15 +54,17 @@ def test_punishment_adds_to_right_and_wrong_alike_and_counts_tokens():
     np.testing.assert_allclose(plain.rewards, [1, 1, -1, -1])
 
 
-def test_long_correct_responses_lose_the_pass_rate_times_their_relative_length():
+def test_responses_lose_the_pass_rate_times_their_part_of_the_longest_ones_tokens():
+    """As prime-rl's linear penalty, also where the answer is wrong."""
     algorithm = dataclasses.replace(grpo(), length_penalty=0.5)
     completions = tuple(make_completion([3] * n) for n in (10, 30, 20, 90))
     verdicts = (*[Verdict(True, "1")] * 3, Verdict(False, None))
     group = reward_group(config_of(algorithm, 100), make_prompt(0, [2]), completions, verdicts)
-    np.testing.assert_allclose(group.reward_parts["length"], [0, -0.375, -0.1875, 0])
-    np.testing.assert_allclose(group.rewards, [1, 0.625, 0.8125, -1])
-    one = completions[:1], verdicts[:1]
-    assert reward_group(config_of(algorithm, 100), make_prompt(0, [2]), *one).rewards == [1.0]
+    penalties = [-0.5 * 3 / 4 * n / 90 for n in (10, 30, 20, 90)]
+    np.testing.assert_allclose(group.reward_parts["length"], penalties)
+    np.testing.assert_allclose(group.rewards, np.array([1, 1, 1, -1]) + penalties)
+    wrong = completions[3:], verdicts[3:]
+    assert reward_group(config_of(algorithm, 100), make_prompt(0, [2]), *wrong).rewards == [-1.0]
 
 
 def test_workers_answer_in_the_order_asked_on_odd_text_too():

@@ -231,6 +231,13 @@ LOOPS = {
     "deepseek_v3p2": loop_deepseek,
     "fipo": loop_fipo,
     "dft": loop_dft,
+    # 2510.01161, equation 5, of the tokens that are not masked: A times the ratio to the sampler.
+    "m2po": lambda response: [
+        a * plain(x) * bounded_exp(y)
+        for a, x, y in zip(
+            response.advantages, log_ratios(response), drifts_of(response), strict=True
+        )
+    ],
 }
 OF_SAMPLER = ("dppo_tv", "dppo_kl", "prime_rl", "ipo")  # their old log-probs are the sampler's
 
