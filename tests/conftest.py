@@ -209,7 +209,7 @@ def byte_folder(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def byte_engine(byte_folder):
-    """As served: an engine that takes the likeliest token, its parameters, its tokenizer."""
+    """As served: a model that takes the likeliest token, its engine, its parameters."""
     from served import make_serve_config
 
     from dapo_jax.extras.serve import policy
@@ -218,7 +218,7 @@ def byte_engine(byte_folder):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(jax, "devices", lambda *args: devices(*args)[:1])
         opened = policy.load_served(make_serve_config(byte_folder))
-    policy.warm_up(opened, make_serve_config(byte_folder))
+    policy.warm_up(opened)
     return opened
 
 
@@ -233,11 +233,13 @@ def byte_responses():
 @pytest.fixture
 def same_engine(byte_engine, monkeypatch):
     """Servers of the test use the engine that is compiled already; the test may change it."""
+    from served import reopen
+
     from dapo_jax.extras.serve import policy
 
-    monkeypatch.setattr(policy, "load_served", lambda config: byte_engine)
+    monkeypatch.setattr(policy, "load_served", reopen(byte_engine))
     monkeypatch.setattr(policy, "warm_up", lambda *args: None)
-    return byte_engine[0]
+    return byte_engine.engine
 
 
 def make_prompt(index: int, tokens: list[int], answer: str = "1") -> Prompt:

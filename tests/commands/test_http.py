@@ -19,6 +19,7 @@ from served import (
     likeliest,
     make_openai,
     make_serve_config,
+    reopen,
     serving,
 )
 
@@ -44,9 +45,9 @@ def port():
 @pytest.fixture(scope="module")
 def client(byte_folder, byte_engine, port):
     """Client of a server that takes the likeliest token, unless a request has another rule."""
-    opened = byte_engine._replace(tokenizer=Tokenizer(TOKENIZER.backend, (END,), 0, CHAT))
+    load = reopen(byte_engine, tokenizer=Tokenizer(TOKENIZER.backend, (END,), 0, CHAT))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(policy, "load_served", lambda config: opened)
+        patch.setattr(policy, "load_served", load)
         config = make_serve_config(byte_folder, http_port=port, served_name="policy")
         with serving(config):
             yield make_openai(port)

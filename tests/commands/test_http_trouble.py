@@ -163,9 +163,9 @@ def test_clients_learn_that_the_decoding_thread_has_failed(byte_folder, same_eng
         stream = pool.submit(lambda: list(client.completions.create(**ASKED, stream=True)))
         time.sleep(0.3)
         gate.set()
-        with pytest.raises(openai.InternalServerError, match="decoding thread has failed"):
+        with pytest.raises(openai.InternalServerError, match="device thread has failed"):
             whole.result()
-        with pytest.raises(openai.APIError, match="decoding thread has failed"):
+        with pytest.raises(openai.APIError, match="device thread has failed"):
             stream.result()
         server.join()
-    assert server.failure == "the decoding thread has failed"
+    assert server.failure == "the device thread has failed"

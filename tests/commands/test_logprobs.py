@@ -11,7 +11,7 @@ import numpy as np
 import openai
 import pytest
 from row_files import read_table
-from served import BUDGET, BYTES_DECODER, END, TOKENIZER, http_serving, make_byte_params
+from served import BUDGET, BYTES_DECODER, END, TOKENIZER, http_serving, make_byte_params, reopen
 
 from dapo_jax.data.prompts.templates import ChatTemplate
 from dapo_jax.data.prompts.tokenizer import Tokenizer
@@ -32,9 +32,9 @@ ASKED = {"model": "policy", "prompt": "3+4=", "max_tokens": 6}
 @pytest.fixture(scope="module")
 def client(byte_folder, byte_engine):
     """Client of a server that takes the likeliest token; the first end token is never sampled."""
-    opened = byte_engine._replace(tokenizer=Tokenizer(TOKENIZER.backend, (7, END), 0, CHAT))
+    load = reopen(byte_engine, tokenizer=Tokenizer(TOKENIZER.backend, (7, END), 0, CHAT))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(policy, "load_served", lambda config: opened)
+        patch.setattr(policy, "load_served", load)
         with http_serving(byte_folder) as (_, client):
             yield client
 
@@ -122,11 +122,10 @@ def test_an_end_token_has_a_logprob(client, byte_responses):
 
 
 def test_prompts_longer_than_a_chunk_are_scored_alike(byte_engine):
-    engine, params, *_ = byte_engine
-    scorer = Scorer(engine.config, params)
+    scorer = Scorer(byte_engine.engine.config)
     ids = np.random.default_rng(0).integers(0, 256, 3 * CHUNK_TOKENS).tolist()
     for length in (2, 16, 17, CHUNK_TOKENS + 1, len(ids)):
-        first, *scores = scorer.score(ids[:length], 20)
+        first, *scores = scorer.score(byte_engine.params, ids[:length], 20)
         assert first == (ids[0], None, [])
         logprobs = [score.logprob for score in scores]
         np.testing.assert_allclose(logprobs, logprobs_of(ids[:length]), atol=2e-4)

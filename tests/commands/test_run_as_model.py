@@ -9,7 +9,7 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from served import http_serving
+from served import http_serving, reopen
 from small_runs import make_evaluation, run_evaluation
 
 from dapo_jax.config.experiment import Config
@@ -50,8 +50,8 @@ def decoder(folder: str):
 
 
 def test_serve_takes_a_run_and_names_it_for_clients(run, byte_engine, monkeypatch):
-    loaded = []
-    monkeypatch.setattr(policy, "load_served", lambda config: loaded.append(config) or byte_engine)
+    loaded, load = [], reopen(byte_engine)
+    monkeypatch.setattr(policy, "load_served", lambda config: loaded.append(config) or load(config))
     monkeypatch.setattr(policy, "warm_up", lambda *args: None)
     with http_serving(run, served_name="") as (_, client):
         assert [model.id for model in client.models.list()] == ["mine"]

@@ -14,6 +14,7 @@ from served import (
     likeliest,
     make_openai,
     make_serve_config,
+    reopen,
     serving,
 )
 
@@ -28,7 +29,7 @@ def server(byte_folder, byte_engine):
     config = make_serve_config(byte_folder, served_name="policy")
     with contextlib.ExitStack() as stack:
         with pytest.MonkeyPatch.context() as patch:  # until it has started
-            patch.setattr(policy, "load_served", lambda config: byte_engine)
+            patch.setattr(policy, "load_served", reopen(byte_engine))
             server = stack.enter_context(serving(config))
         yield server
 
@@ -57,7 +58,7 @@ def test_a_taken_port_is_named_before_a_model_is_loaded(server):
 
 
 def test_a_start_prints_that_it_compiles(byte_folder, byte_engine, monkeypatch, capfd):
-    monkeypatch.setattr(policy, "load_served", lambda config: byte_engine)
+    monkeypatch.setattr(policy, "load_served", reopen(byte_engine))
     with serving(make_serve_config(byte_folder)):
         slots = byte_engine.engine.max_concurrent_decodes
         assert f"compiling for {slots} slots: " in capfd.readouterr().err
@@ -89,7 +90,9 @@ def test_budgets_are_those_of_the_context(
 ):
     monkeypatch.setattr(memory, "available_bytes", lambda mesh: 1e12)
     config = make_serve_config(model(context), **settings)
-    assert policy.resolve(config, BYTES_DECODER, one_device)[1] == wanted
+    resolved, context = policy.resolve(config, BYTES_DECODER, one_device)
+    budgets = resolved.max_prompt_tokens, resolved.max_response_tokens
+    assert (*budgets, context) == wanted
 
 
 def test_budgets_are_halved_until_all_slots_fit(model, one_device, monkeypatch):
@@ -97,7 +100,7 @@ def test_budgets_are_halved_until_all_slots_fit(model, one_device, monkeypatch):
     seen = set()
     for room in (1e12, 1e9, 1e8, 1e7, 1e5):
         monkeypatch.setattr(memory, "available_bytes", lambda mesh, room=room: room)
-        resolved, (*_, whole) = policy.resolve(config, BYTES_DECODER, one_device)
+        resolved, whole = policy.resolve(config, BYTES_DECODER, one_device)
         taken = sum(policy.memory_needs(resolved, BYTES_DECODER, one_device).values())
         assert taken <= room / 2 or whole == 1024  # no shorter one is made
         seen.add(whole)
@@ -116,7 +119,7 @@ def test_prompt_and_response_share_the_context(model, monkeypatch):
         ask = client.completions.create
         answer = ask(model="policy", prompt=[65] * 590, extra_body={"return_token_ids": True})
         assert answer.usage.completion_tokens <= 10
-        with pytest.raises(openai.BadRequestError, match="at most 10 after a prompt of 590"):
+        with pytest.raises(openai.BadRequestError, match="from 1 to 10 after a prompt of 590"):
             ask(model="policy", prompt=[65] * 590, max_tokens=11)
         with pytest.raises(openai.BadRequestError, match="must have from 1 to 599"):
             ask(model="policy", prompt=[65] * 600, max_tokens=1)

@@ -1,8 +1,11 @@
-"""Tinker's API as the published SDK speaks it, against a server in a process of its own."""
+"""Tinker's API as the published SDK speaks it, and wrong, hostile and interrupted requests."""
 
 import dataclasses
+import http.client
+import json
 import random
 import re
+import socket
 import subprocess
 import sys
 import time
@@ -10,13 +13,15 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
+from row_files import read_table
 from small_runs import ROOT
-from tinker_served import NAME, SDK, TinkerServer, loss_message
+from tinker_served import NAME, SDK, TinkerServer, as_bytes, loss_message, tinker_serving
 
 from dapo_jax.config.experiment import ExportConfig
 from dapo_jax.extras.serve.logprobs import Scorer
 from dapo_jax.extras.serve.policy import load_served
 from dapo_jax.extras.serve.settings import ServeConfig
+from dapo_jax.extras.tinker.messages import pb
 from dapo_jax.run.export import export
 from dapo_jax.types.errors import ConfigError
 
@@ -24,20 +29,19 @@ tinker = pytest.importorskip("tinker")
 types = pytest.importorskip("tinker.types")
 
 WORDS = [list(b"3+4=7."), list(b"Tell me!"), list(b"one, two, three")]
-ADAM = types.AdamParams(learning_rate=1e-2)
+# Rank and Adam of the loop in the docs: its programs are compiled for all tests.
+RANK = 8
+ADAM = types.AdamParams(learning_rate=1e-2, beta2=0.999, eps=1e-8, grad_clip_norm=1.0)
 PROMPT = types.ModelInput.from_ints(WORDS[1])
 KEY = "tml-secret"
 
 
 @pytest.fixture(scope="module")
 def server(byte_folder, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("tinker")
-    state, key = folder / "state", folder / "key"
-    key.write_text(KEY)
-    server = TinkerServer(byte_folder, state, f"--api_key_file={key}")
-    server.state = state
-    yield server
-    assert server.stop() == 0
+    state = tmp_path_factory.mktemp("tinker") / "state"
+    with tinker_serving(byte_folder, state, KEY) as server:
+        server.state = state
+        yield server
 
 
 @pytest.fixture
@@ -47,7 +51,7 @@ def connect(server, monkeypatch):
     monkeypatch.setenv("TINKER_TELEMETRY", "0")
     clients = []
 
-    def make(server: TinkerServer = server) -> "tinker.ServiceClient":
+    def make() -> "tinker.ServiceClient":
         clients.append(tinker.ServiceClient(base_url=server.url))
         return clients[-1]
 
@@ -59,6 +63,11 @@ def connect(server, monkeypatch):
 @pytest.fixture
 def client(connect):
     return connect()
+
+
+@pytest.fixture(scope="module")
+def session(server):
+    return server.create_session()
 
 
 def datum(ids: list[int], **inputs) -> "types.Datum":
@@ -84,9 +93,9 @@ def train(model, steps: int) -> list[float]:
 
 
 def test_a_model_is_trained_saved_loaded_and_sampled(client):
-    model = client.create_lora_training_client(base_model=NAME, rank=4, seed=3).result()
+    model = client.create_lora_training_client(base_model=NAME, rank=RANK, seed=3).result()
     info = model.get_info()
-    assert (info.model_name, info.lora_rank, info.is_lora) == (NAME, 4, True)
+    assert (info.model_name, info.lora_rank, info.is_lora) == (NAME, RANK, True)
     losses = train(model, 6)
     assert losses[-1] < 0.7 * losses[0]
     path = model.save_state("six", user_metadata={"a": "b"}).result().path
@@ -150,7 +159,7 @@ def test_adapters_are_in_the_format_of_peft_and_merge(client, server, byte_folde
             export(dataclasses.replace(settings, **{wrong: message}))
     export(settings)
     merged = load_served(ServeConfig(model=str(out), slots=8, max_prompt_tokens=64))
-    scores = Scorer(merged.engine.config, merged.params).score(WORDS[2], 0)
+    scores = Scorer(merged.engine.config).score(merged.params, WORDS[2], 0)
     sampler = client.create_sampling_client(model_path=path).result()
     theirs = sampler.compute_logprobs(types.ModelInput.from_ints(WORDS[2])).result()
     ours = [score.logprob for score in scores[1:]]
@@ -241,8 +250,7 @@ def test_fifty_interleavings_of_two_tenants(connect):
 @pytest.mark.slow
 def test_a_killed_server_answers_for_all_that_it_acknowledged(byte_folder, tmp_path, kills=3):
     """Raw requests, since the SDK hides the order of acknowledgements."""
-    state = tmp_path / "state"
-    server = TinkerServer(byte_folder, state)
+    server = TinkerServer(byte_folder, tmp_path / "state")
     try:
         expected = run_calls(server, [])
         chance = random.Random(kills)
@@ -257,23 +265,17 @@ CALLS = 12
 
 def run_calls(server: TinkerServer, kills: list[int]) -> list:
     """Send requests without waiting, kill the server before some, and return all results."""
-    (_, session) = server.post("create_session", {"tags": [], "user_metadata": None, **SDK})
-    name = session["session_id"]
-    lora = {"rank": 4, "seed": 1}
-    create = {"session_id": name, "model_seq_id": 0, "base_model": NAME, "lora_config": lora}
-    _, future = server.post("create_model", create)
-    model = server.result(future["request_id"])["model_id"]
+    model = server.create_model(server.create_session(), 0, rank=4, seed=1)
     futures = []
     for call in range(1, CALLS):
         if call in kills:
             server.kill()
             server.start()
+        body = {"model_id": model, "seq_id": call}
         if call % 4 == 0:
-            body = {"model_id": model, "seq_id": call, "sampling_session_seq_id": call}
-            sent = ("save_weights_for_sampler", body)
+            sent = ("save_weights_for_sampler", body | {"sampling_session_seq_id": call})
         elif call % 2 == 0:
-            body = {"model_id": model, "seq_id": call, "adam_params": {"learning_rate": 0.01}}
-            sent = ("optim_step", body)
+            sent = ("optim_step", body | {"adam_params": {"learning_rate": 0.01}})
         else:
             data = [(ids[:-1], {"target_tokens": ids[1:]}) for ids in WORDS]
             sent = ("forward_backward", loss_message(model, call, data))
@@ -315,10 +317,10 @@ def test_the_loop_of_the_docs_runs(server, byte_folder, tmp_path, monkeypatch):
 
 def test_a_key_is_asked_for(server):
     """By this server, from all the tests' clients."""
-    for key in ({"x_api_key": "tml-other"}, {}):
-        status, answer = server.post("client/config", SDK, **key)
+    for key in ("tml-other", ""):
+        status, answer = server.post("client/config", SDK, x_api_key=key)
         assert status == 401 and "key is missing or wrong" in answer["error"]["message"]
-    assert server.post("client/config", SDK, x_api_key=KEY)[0] == 200
+    assert server.post("client/config", SDK)[0] == 200
 
 
 def test_a_custom_loss_is_a_gradient_of_the_logprobs(client):
@@ -328,7 +330,9 @@ def test_a_custom_loss_is_a_gradient_of_the_logprobs(client):
     def custom(data, logprobs):
         return -sum(values.sum() for values in logprobs), {"own": 1.0}
 
-    models = [client.create_lora_training_client(base_model=NAME, rank=4, seed=1) for _ in range(2)]
+    models = [
+        client.create_lora_training_client(base_model=NAME, rank=RANK, seed=1) for _ in range(2)
+    ]
     plain, own = (model.result() for model in models)
     passed = own.forward_backward_custom(DATA, custom)
     steps = [own.optim_step(ADAM).result().metrics]
@@ -337,3 +341,106 @@ def test_a_custom_loss_is_a_gradient_of_the_logprobs(client):
     steps.append(plain.optim_step(ADAM).result().metrics)
     assert steps[0] == steps[1]
     assert train(own, 1) == train(plain, 1)
+
+
+# --- wrong and hostile requests -------------------------------------------------------------------
+
+TOKENS = [1, 2, 3, 4]
+POLICY = {"target_tokens": TOKENS, "logprobs": [-1.0] * 4, "advantages": [1.0] * 4}
+
+
+@pytest.fixture(scope="module")
+def names(server, session):
+    """The words of the table that stand for what the server named."""
+    body = {"session_id": session, "sampling_session_seq_id": 900, "base_model": NAME}
+    sampler = server.post("create_sampling_session", body)[1]["sampling_session_id"]
+    model = server.create_model(session, 0, rank=RANK)
+    return {"SESSION": session, "MODEL": model, "SAMPLER": sampler}
+
+
+def test_a_wrong_body_is_an_error_that_names_the_field(server, names):
+    for path, body, status, message in read_table(__file__, "bodies"):
+        body = body if isinstance(body, str) else json.dumps(body)
+        for name, value in names.items():
+            body = body.replace(name, value)
+        answered, answer = server.post(path, body.encode())
+        assert answered == int(status) and message in answer["error"]["message"], (body, answer)
+
+
+def wrong_losses(model: str, number: int) -> dict[str, bytes]:
+    """Bodies of forward_backward that are messages but wrong, by a part of the error."""
+
+    def of(tokens=TOKENS, inputs=POLICY, loss="ppo", **options) -> bytes:
+        return loss_message(model, number, [(tokens, inputs)], loss, **options)
+
+    def changed(**inputs) -> bytes:
+        return of(inputs=POLICY | inputs)
+
+    image, sparse, shape, dtype = (
+        pb.ForwardBackwardRequest.FromString(of(loss="cross_entropy")) for _ in range(4)
+    )
+    for message in (image, sparse, shape, dtype):
+        del message.data[0].loss_fn_inputs["logprobs"], message.data[0].loss_fn_inputs["advantages"]
+    image.data[0].model_input[0].ClearField("encoded_text")
+    image.data[0].model_input[0].image.data = b"png"
+    tensor = sparse.data[0].loss_fn_inputs["target_tokens"]
+    tensor.sparse_csr.values = as_bytes([1], "<i8")
+    tensor.sparse_csr.crow_indices = as_bytes([0, 5, 1, 1, 1], "<i8")
+    tensor.sparse_csr.col_indices = as_bytes([9], "<i8")
+    del tensor.shape[:]
+    tensor.shape.extend([4, 2])
+    shape.data[0].loss_fn_inputs["target_tokens"].shape[:] = [2**40]
+    dtype.data[0].loss_fn_inputs["target_tokens"].dtype = 7
+    return {
+        "loss_fn = 'stable_reinforce': must be one of": of(loss="stable_reinforce"),
+        "loss_fn_config.beta = 1.0: must be left out": of(beta=1.0),
+        "loss_fn_config.clip_low_threshold = nan": of(clip_low_threshold=float("nan")),
+        "data = []: must be one or more": loss_message(model, number, [], "ppo"),
+        "data[0].model_input has 0 tokens": of(tokens=[]),
+        "data[0].model_input has 97 tokens: must have from 1 to 96": of(tokens=[1] * 97),
+        "data[0].model_input[3] = 288: must be from 0 to 287": of(tokens=[1, 2, 3, 288]),
+        "data[0].model_input[3] = -1: must be": of(tokens=[1, 2, 3, -1]),
+        "= 'image': must be encoded_text": image.SerializeToString(),
+        "target_tokens = '...': must be whole numbers": changed(target_tokens=[1, 2, 3, 288]),
+        "logprobs.shape = (3,)": changed(logprobs=[-1.0] * 3),
+        "loss_fn_inputs.logprobs = '...': must be finite": changed(logprobs=[float("nan")] * 4),
+        "advantages = '...': must be finite": changed(advantages=[float("inf")] * 4),
+        "loss_fn_inputs.weights = '...': must be left out": changed(weights=[1.0] * 4),
+        "loss_fn_inputs.logprobs is missing": of(inputs={"target_tokens": TOKENS}),
+        "sequence_ratio_mask is missing": of(loss="gspo"),
+        "target_tokens.sparse_csr: ": sparse.SerializeToString(),
+        "target_tokens.shape = (1099511627776,)": shape.SerializeToString(),
+        "dtype = 7: must be float32 or int64": dtype.SerializeToString(),
+    }
+
+
+def test_wrong_data_fail_in_order_and_the_model_stays_as_it_was(server, session):
+    model = server.create_model(session, 1, rank=RANK)
+    good = [(TOKENS, {"target_tokens": TOKENS})]
+
+    def pass_forward(number: int) -> bytes:
+        body = loss_message(model, number, good, forward_only=True)
+        return server.run("forward_backward", body)
+
+    before, wrong = pass_forward(1), wrong_losses(model, 0)
+    for number, message in enumerate(wrong, start=2):
+        answer = server.run("forward_backward", wrong_losses(model, number)[message])
+        assert answer["category"] == "user" and message in answer["error"], answer
+    last = 2 + len(wrong)
+    for adam, error in ({"beta1": 1.5}, "adam_params.beta1 = 1.5"), ({}, "there is no gradient"):
+        body = {"model_id": model, "seq_id": last, "adam_params": adam}
+        assert error in server.run("optim_step", body)["error"]
+        last += 1
+    assert before == pass_forward(last)
+
+
+def test_half_requests_and_too_large_ones_leave_no_trace(server, names):
+    head = b"POST /api/v1/asample HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 99\r\n\r\n{"
+    with socket.create_connection(("127.0.0.1", server.port)) as connection:
+        connection.sendall(head)
+    status, answer = server.post("forward_backward", b"x", content_length="2000000")
+    assert status == 413 and "the body is too large" in answer["error"]["message"]
+    connection = http.client.HTTPConnection("127.0.0.1", server.port)
+    path = f"/api/v1/training_runs/{names['MODEL']}"
+    connection.request("GET", path, headers={"Host": "evil.example"})
+    assert connection.getresponse().status == 403

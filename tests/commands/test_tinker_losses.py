@@ -13,10 +13,12 @@ from tinker_served import loss_message
 from dapo_jax.config.algorithm import Algorithm
 from dapo_jax.config.algorithms import preset
 from dapo_jax.config.experiment import Compute, Optimizer
-from dapo_jax.extras.serve.errors import RequestError
+from dapo_jax.extras.serve.fields import RequestError
+from dapo_jax.extras.serve.policy import ServedModel
+from dapo_jax.extras.serve.settings import ServeConfig
 from dapo_jax.extras.tinker.losses import OPTIONS, loss_learner
 from dapo_jax.extras.tinker.models import Model, pack_data, run_loss
-from dapo_jax.extras.tinker.requests import Datum, Limits, LossRequest, read_loss_request
+from dapo_jax.extras.tinker.requests import Datum, LossRequest, read_loss_request
 from dapo_jax.learner.batches import ScoredBatch, TrainBatch
 from dapo_jax.learner.packing import Segment, pack
 from dapo_jax.learner.policy import PolicySettings, policy_learner
@@ -257,15 +259,19 @@ def test_long_rows_have_no_square_of_scores(learner):
     assert squares == [True, False]
 
 
+def served(**settings) -> ServedModel:
+    return ServedModel(ServeConfig(**settings), 64, None, TINY, None)
+
+
 def test_stable_reinforce_is_computed_as_the_loss_that_is_named():
     inputs = {name: [1.0] for name in ("logprobs", "advantages")} | {"target_tokens": [1]}
     body = loss_message("m", 1, [([1], inputs)], loss="stable_reinforce")
     with pytest.raises(RequestError, match="loss_fn = 'stable_reinforce': must be one of"):
-        read_loss_request(body, Limits(64, (), 64, 64, 64))
-    assert read_loss_request(body, Limits(64, (), 64, 64, 64, "cispo")).loss == "cispo"
+        read_loss_request(body, served())
+    assert read_loss_request(body, served(tinker_stable_reinforce="cispo")).loss == "cispo"
 
 
 def test_a_body_that_is_no_message_is_one_error():
     for body in (b"\xff", b"not a message", b"\x0a\xff\xff\xff\xff\x0f"):
         with pytest.raises(RequestError):
-            read_loss_request(body, Limits(64, (), 64, 64, 64))
+            read_loss_request(body, served())

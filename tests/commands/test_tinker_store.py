@@ -23,7 +23,7 @@ def test_a_repeated_request_is_stored_once_and_survives_a_new_start(store, tmp_p
     store.accept(request("m", 1), b"first")
     store.accept(request("m", 1), b"second")
     again = Store(tmp_path)
-    assert again.body("m:1") == b"first" and len(again.pending()) == 1
+    assert again.body(request("m", 1)) == b"first" and len(again.pending()) == 1
     assert again.result("m:1") == (State.PENDING, None) and again.result("x") is None
     again.close()
 
@@ -53,7 +53,7 @@ def test_old_results_and_expired_checkpoints_are_removed(store, monkeypatch):
         store.accept(request("m", number), b"")
     store.finish(request("m", 0), State.DONE, b"result")
     path = "tinker://m/weights/old"
-    store.put("checkpoint", path, "m", {"expires": time.time() + 10})
+    store.put("checkpoint", path, {"expires": time.time() + 10}, "m")
     store.checkpoint_folder(path).mkdir(parents=True)
     store.tidy()
     assert store.get("checkpoint", path) is not None

@@ -22,10 +22,8 @@ def jetstream(byte_folder, monkeypatch, alone):
     """A served engine with bursts of one token as JetStream's, and its parameters."""
     pytest.importorskip("jetstream", reason="google-jetstream is not installed")
     monkeypatch.setattr(policy, "BURST_TOKENS", 1)
-    engine, params, tokenizer, _ = policy.load_served(
-        make_serve_config(byte_folder, max_prompt_tokens=32)
-    )
-    return adapt(engine, tokenizer), params
+    model, engine, params = policy.load_served(make_serve_config(byte_folder, max_prompt_tokens=32))
+    return adapt(engine, model.tokenizer), params
 
 
 def test_an_engine_with_longer_bursts_is_rejected(byte_engine):

@@ -9,7 +9,7 @@ import pathlib
 import random
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import flax.linen as nn
@@ -23,6 +23,7 @@ from tokenizers import Tokenizer as Backend
 from dapo_jax.config.experiment import Mesh
 from dapo_jax.data.prompts.tokenizer import Tokenizer
 from dapo_jax.extras.serve import server as serve
+from dapo_jax.extras.serve.policy import ServedPolicy
 from dapo_jax.extras.serve.settings import ServeConfig
 from dapo_jax.model import save_huggingface
 from dapo_jax.model.decoder import init_params
@@ -85,6 +86,16 @@ def make_serve_config(folder: pathlib.Path, **changes) -> ServeConfig:
     config = ServeConfig(model=str(folder), mesh=Mesh(1, 1, 1), **settings)
     checks.check(config)
     return config
+
+
+def reopen(opened: ServedPolicy, **changes) -> Callable[[ServeConfig], ServedPolicy]:
+    """A `load_served` that loads nothing: this policy with the settings of a server."""
+
+    def load(config: ServeConfig) -> ServedPolicy:
+        model = dataclasses.replace(opened.model, config=config, **changes)
+        return opened._replace(model=model)
+
+    return load
 
 
 def free_port() -> int:

@@ -5,7 +5,7 @@ from urllib.parse import urlsplit
 
 from starlette.requests import Request
 
-from dapo_jax.extras.serve.errors import RequestError
+from dapo_jax.extras.serve.fields import RequestError
 from dapo_jax.extras.serve.settings import ServeConfig
 from dapo_jax.runtime.keys import LOOPBACK, has_key
 from dapo_jax.types.errors import ConfigError, require
@@ -27,37 +27,29 @@ def bind(config: ServeConfig) -> socket.socket:
         raise ConfigError(f"{place}: {error}") from None
 
 
-class Access:
-    """Check of requests before their bodies are read; an empty `key` means that none is needed."""
+def check_access(http: Request, config: ServeConfig, key: str) -> None:
+    """Raise `RequestError` unless a request may be served; an empty key lets all in.
 
-    def __init__(self, config: ServeConfig, key: str):
-        self._hosts = {name.strip().lower() for name in config.allowed_hosts.split(",")} - {""}
-        self._hosts |= {*LOOPBACK, config.host.strip("[]").lower()}
-        self._needs_json = not config.tinker  # whose bodies are binary, too
-        self._key = key
-
-    def check(self, http: Request) -> None:
-        """Raise `RequestError` unless a request may be served.
-
-        A page of another site can make a browser send a request, but can't choose these headers.
-        """
-        headers, (address, *_) = http.headers, http.scope.get("server") or ("",)
-        for field in ["host", "origin"] if "origin" in headers else ["host"]:
-            value = headers.get(field, "")
-            if not {"*", _host(value)} & (self._hosts | {address}):
-                allowed = f"one of {', '.join(sorted(self._hosts))}"
-                message = f"{field} = {value[:200]!r}: must be {allowed}"
-                raise RequestError(f"{message}; the setting allowed_hosts adds others", status=403)
-        key = headers.get("x-api-key", "")  # where Tinker's SDK sends it
-        sent = f"Bearer {key}" if key else headers.get("authorization", "")
-        if not has_key(sent, self._key):
-            message = "the key is missing or wrong: send the header Authorization: Bearer KEY"
-            raise RequestError(message, status=401, code="invalid_api_key")
-        kind = headers.get("content-type", "")
-        is_json = kind.partition(";")[0].strip().lower() == "application/json"
-        if self._needs_json and http.method == "POST" and not is_json:
-            message = f"content-type = {kind[:200]!r}: must be application/json"
-            raise RequestError(message, status=415)
+    A page of another site can make a browser send a request, but can't choose these headers.
+    """
+    allowed_hosts = {name.strip().lower() for name in config.allowed_hosts.split(",")} - {""}
+    hosts = {*LOOPBACK, config.host.strip("[]").lower()} | allowed_hosts
+    headers, (address, *_) = http.headers, http.scope.get("server") or ("",)
+    for field in ["host", "origin"] if "origin" in headers else ["host"]:
+        value = headers.get(field, "")
+        if not {"*", _host(value)} & (hosts | {address}):
+            allowed = f"one of {', '.join(sorted(hosts))}"
+            message = f"{field} = {value[:200]!r}: must be {allowed}"
+            raise RequestError(f"{message}; the setting allowed_hosts adds others", status=403)
+    bare = headers.get("x-api-key", "")  # where Tinker's SDK sends it
+    if not has_key(f"Bearer {bare}" if bare else headers.get("authorization", ""), key):
+        message = "the key is missing or wrong: send the header Authorization: Bearer KEY"
+        raise RequestError(message, status=401, code="invalid_api_key")
+    kind = headers.get("content-type", "")
+    is_json = kind.partition(";")[0].strip().lower() == "application/json"
+    if http.method == "POST" and not is_json and not config.tinker:  # whose bodies are binary, too
+        message = f"content-type = {kind[:200]!r}: must be application/json"
+        raise RequestError(message, status=415)
 
 
 def _host(value: str) -> str | None:

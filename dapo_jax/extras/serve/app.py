@@ -2,9 +2,10 @@
 
 import asyncio
 import contextlib
+import functools
 import time
 import traceback
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import uvicorn
@@ -15,12 +16,12 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from dapo_jax.extras.serve.access import Access, bind
-from dapo_jax.extras.serve.errors import RequestError
+from dapo_jax.extras.serve.access import bind, check_access
+from dapo_jax.extras.serve.fields import RequestError
 from dapo_jax.extras.serve.generator import Generator
 from dapo_jax.extras.serve.logprobs import Scorer
 from dapo_jax.extras.serve.policy import ServedPolicy
-from dapo_jax.extras.serve.requests import ServedModel, read_request
+from dapo_jax.extras.serve.requests import Chat, Completion, read_request
 from dapo_jax.extras.serve.responses import CompletionResponse
 from dapo_jax.extras.serve.settings import ServeConfig
 
@@ -37,11 +38,15 @@ Handler = Callable[[HttpRequest], Awaitable[Response]]
 
 
 class OpenaiApi:
-    """Handlers of OpenAI's API."""
+    """OpenAI's API."""
 
-    def __init__(self, generator: Generator, scorer: Scorer, model: ServedModel):
-        self._generator, self._scorer, self._model = generator, scorer, model
+    def __init__(self, policy: ServedPolicy):
+        self._model = policy.model
+        self._score = functools.partial(Scorer(policy.engine.config).score, policy.params)
+        choices = policy.engine.max_concurrent_decodes + policy.model.config.waiting
+        self._generator = Generator(policy.scheduler(), choices)
         self._created = int(time.time())
+        self.thread = self._generator.thread
         self.handlers: dict[str, Handler] = {
             "POST /v1/completions": self._complete,
             f"POST {CHAT}": self._complete,
@@ -59,12 +64,11 @@ class OpenaiApi:
         return JSONResponse(fields if http.path_params else {"object": "list", "data": [fields]})
 
     async def _complete(self, http: HttpRequest) -> Response:
-        chat = http.url.path == CHAT
+        kind = Chat if http.url.path == CHAT else Completion
         body = await read_body(http, self._model.config)
         # In a thread: tokenizing a large text would delay the tokens of other clients.
-        request = await asyncio.to_thread(read_request, body, self._model, chat=chat)
-        responses = self._generator.submit(request)
-        answer = CompletionResponse(responses, self._model, self._scorer, chat=chat)
+        request = await asyncio.to_thread(read_request, kind, body, self._model)
+        answer = CompletionResponse(request, self._model, self._generator, self._score)
         if request.fields.stream:
             return StreamingResponse(answer.events(), 200, STREAM_HEADERS, "text/event-stream")
         return JSONResponse(await answer.complete(http))
@@ -98,7 +102,7 @@ async def answer_error(http: HttpRequest, error: Exception) -> Response:
     elif isinstance(error, ClientDisconnect):  # nobody reads it
         error = RequestError("the client has disconnected", status=CLIENT_CLOSED_REQUEST)
     elif not isinstance(error, RequestError):
-        traceback.print_exception(error)  # uvicorn's log is off: see `run_app`
+        traceback.print_exception(error)  # uvicorn's log is off: see `serve_api`
         error = RequestError("internal server error", status=500)
     return JSONResponse(error.fields(), error.status, headers or ERROR_HEADERS.get(error.status))
 
@@ -106,56 +110,43 @@ async def answer_error(http: HttpRequest, error: Exception) -> Response:
 # --- the server -----------------------------------------------------------------------------------
 
 
-def make_app(handlers: Mapping[str, Handler], access: Access, worker: Any) -> Starlette:
-    """Return the application of handlers by `METHOD path`, which `access` guards, and `/health`."""
+def guard(config: ServeConfig, key: str, route: str, handler: Handler) -> Route:
+    """Return the route of `METHOD path` for those who may reach it."""
+    method, path = route.split()
 
-    def guard(route: str, handler: Handler) -> Route:
-        method, path = route.split()
+    async def answer(http: HttpRequest) -> Response:
+        check_access(http, config, key)
+        return await handler(http)
 
-        async def checked(http: HttpRequest) -> Response:
-            access.check(http)
-            return await handler(http)
-
-        return Route(path, checked, methods=[method])
-
-    async def check_health(_: HttpRequest) -> Response:
-        failure = worker.failure
-        return JSONResponse({"status": failure or "ok"}, 503 if failure else 200)
-
-    routes = [*(guard(*item) for item in handlers.items()), Route("/health", check_health)]
-    errors = RequestError, HTTPException, ClientDisconnect, Exception
-    app = Starlette(routes=routes, exception_handlers=dict.fromkeys(errors, answer_error))
-    app.router.redirect_slashes = False  # OpenAI's API has no redirects
-    return app
+    return Route(path, answer, methods=[method])
 
 
-async def serve_openai(
-    policy: ServedPolicy,
+async def serve_api(
+    open_api: Callable[[], Any],
     config: ServeConfig,
     key: str,
     should_stop: Callable[[], bool],
     ready: Callable[[int], None],
 ) -> str:
-    """Serve until `should_stop()`; return the failure of the generator, or empty."""
-    slots = policy.engine.max_concurrent_decodes
-    generator = Generator(policy.scheduler(config), slots + config.waiting)
-    scorer = Scorer(policy.engine.config, policy.params)
-    api = OpenaiApi(generator, scorer, ServedModel(config, policy.limits, policy.tokenizer))
-    app = make_app(api.handlers, Access(config, key), generator)
-    return await run_app(app, generator, config, should_stop, ready)
+    """Serve an API until `should_stop()` or a failure of its thread; return it, or empty.
 
-
-async def run_app(
-    app: Starlette,
-    worker: Any,
-    config: ServeConfig,
-    should_stop: Callable[[], bool],
-    ready: Callable[[int], None],
-) -> str:
-    """Run an application until `should_stop()` or a failure; return it, or empty.
-
-    `worker` is the thread that it uses; it is closed. Running requests have `shutdown_seconds`.
+    An API has `handlers` by `METHOD path`, and the `thread` that works for them. Running requests
+    have `shutdown_seconds`.
     """
+    api = open_api()
+    api.thread.start()
+
+    async def check_health(_: HttpRequest) -> Response:
+        failure = api.thread.failure
+        return JSONResponse({"status": failure or "ok"}, 503 if failure else 200)
+
+    routes = [*(guard(config, key, *item) for item in api.handlers.items())]
+    errors = RequestError, HTTPException, ClientDisconnect, Exception
+    app = Starlette(
+        routes=[*routes, Route("/health", check_health)],
+        exception_handlers=dict.fromkeys(errors, answer_error),
+    )
+    app.router.redirect_slashes = False  # OpenAI's API has no redirects
     options: dict[str, Any] = {
         "ws": "none",
         "log_config": None,
@@ -171,10 +162,10 @@ async def run_app(
         listening = bind(config)
         serving = asyncio.create_task(server.serve(sockets=[listening]))
         ready(listening.getsockname()[1])
-        while not should_stop() and not worker.failure:
+        while not should_stop() and not api.thread.failure:
             await asyncio.sleep(POLL_SECONDS)
         server.should_exit = True
         await serving
     finally:
-        await worker.close()
-    return worker.failure
+        await api.thread.close()
+    return api.thread.failure

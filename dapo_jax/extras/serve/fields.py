@@ -1,4 +1,4 @@
-"""JSON objects of requests as pydantic models, and errors that name the first wrong field."""
+"""JSON objects of requests as pydantic models, and errors of requests in OpenAI's form."""
 
 import re
 import reprlib
@@ -8,9 +8,38 @@ from typing import Any, ClassVar, TypeVar, get_args
 from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError, model_validator
 from pydantic_core import from_json
 
-from dapo_jax.extras.serve.errors import RequestError
-
+ERROR_TYPES = {429: "rate_limit_error", 500: "server_error"}
 Model = TypeVar("Model", bound="Fields")
+
+
+class RequestError(Exception):
+    """Rejection or failure of a request: wrong field, HTTP status, OpenAI's error code."""
+
+    def __init__(self, message: str, field: str = "", status: int = 400, code: str | None = None):
+        super().__init__(message)
+        self.param = field.partition("[")[0] or None
+        self.status = status
+        self.code = code
+
+    def fields(self) -> dict[str, Any]:
+        """Return OpenAI's error object."""
+        kind = ERROR_TYPES.get(self.status, "invalid_request_error")
+        fields = {"message": str(self), "type": kind, "param": self.param, "code": self.code}
+        return {"error": fields}
+
+
+def need(fits: bool, field: str, value: Any, allowed: str, code: str | None = None) -> None:
+    """Raise `RequestError` for a wrong value."""
+    if not fits:
+        message = f"{field} = {reprlib.repr(value)}: must be {allowed}"
+        raise RequestError(message, field, code=code)
+
+
+def need_room(has_room: bool) -> None:
+    """Raise `RequestError` for a request beyond the queue's length; the client may retry."""
+    if not has_room:
+        message = "the queue of waiting responses is full; try again later"
+        raise RequestError(message, status=429, code="rate_limit_exceeded")
 
 
 class Fields(BaseModel):
@@ -47,20 +76,18 @@ def as_setting(kind: Any) -> AfterValidator:
     return must(rule, str(rule))
 
 
-def read_fields(kind: type[Model], body: bytes | dict[str, Any], prefix: str = "") -> Model:
-    """Return the fields of a body, or of an object in one. Raise `RequestError`."""
+def read_fields(kind: type[Model], body: bytes) -> Model:
+    """Return the fields of a body. Raise `RequestError`."""
     try:
-        return kind.model_validate(from_json(body) if isinstance(body, bytes) else body)
+        return kind.model_validate(from_json(body))
     except ValidationError as error:
         wrong = error.errors()[0]
     except ValueError as error:
         raise RequestError(f"the body is not JSON: {error}") from None
     places = [f"[{at}]" if isinstance(at, int) else f".{at}" for at in wrong["loc"]]
-    name = prefix + "".join(places)[1:]
+    name, value = "".join(places)[1:], reprlib.repr(wrong["input"])
+    messages = {"missing": f"{name} is missing"}
+    messages["extra_forbidden"] = f"{name} = {value}: is not served"
     problem = re.sub(r"^.*? should ", "must ", wrong["msg"])
-    message = f"{name or 'the body'} = {reprlib.repr(wrong['input'])}: {problem}"
-    if wrong["type"] == "missing":
-        message = f"{name} is missing"
-    elif wrong["type"] == "extra_forbidden":
-        message = f"{name} = {reprlib.repr(wrong['input'])}: is not served"
+    message = messages.get(wrong["type"], f"{name or 'the body'} = {value}: {problem}")
     raise RequestError(message, name)

@@ -29,30 +29,25 @@ class Score(NamedTuple):
 
 
 class Scorer:
-    """Scorer of one sequence at a time; compiles once for every power of two of tokens.
+    """Scorer of one sequence at a time; compiles once for every power of two of tokens."""
 
-    `params` may be None if every call of `score` brings its own.
-    """
-
-    def __init__(self, config: DecoderConfig, params: Any):
-        self._params = params
+    def __init__(self, config: DecoderConfig):
         self._lock = threading.Lock()
         likeliest = min(MAX_LIKELIEST, config.vocab)
-        self._score = jax.jit(
-            lambda params, tokens, chunk_tokens: inference.score(
-                params, config, tokens, likeliest=likeliest, chunk_tokens=chunk_tokens
-            ),
-            static_argnames="chunk_tokens",
-        )
 
-    def score(self, ids: Sequence[int], likeliest: int, params: Any = None) -> list[Score]:
+        def score(params: Any, tokens: jax.Array) -> Any:
+            chunk = min(tokens.size, CHUNK_TOKENS)
+            return inference.score(params, config, tokens, likeliest=likeliest, chunk_tokens=chunk)
+
+        self._score = jax.jit(score)
+
+    def score(self, params: Any, ids: Sequence[int], likeliest: int) -> list[Score]:
         """Return the scores of all tokens, each with this many of the likeliest ones."""
-        params = self._params if params is None else params
         length = max(SMALLEST_TOKENS, 1 << (len(ids) - 1).bit_length())
         tokens = np.zeros(length, np.int32)
         tokens[: len(ids)] = ids
         with self._lock:
-            scored = self._score(params, tokens, chunk_tokens=min(length, CHUNK_TOKENS))
+            scored = self._score(params, tokens)
             logprobs, values, others = (np.asarray(x)[: len(ids) - 1].tolist() for x in scored)
         tops = [
             list(zip(*top, strict=True))[:likeliest] for top in zip(others, values, strict=True)

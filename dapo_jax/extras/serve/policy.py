@@ -1,15 +1,18 @@
 """The served policy: a model folder's token budgets, engine, decoding weights and tokenizer."""
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from dapo_jax.config.experiment import Compute, Sampler
 from dapo_jax.data.prompts.tokenizer import Tokenizer
+from dapo_jax.extras.serve.fields import RequestError, need
 from dapo_jax.extras.serve.settings import AUTO, ServeConfig
 from dapo_jax.model import load_huggingface
 from dapo_jax.model.config_json import text_part
+from dapo_jax.model.decoder import DecoderConfig
 from dapo_jax.rollout.engine import PolicyEngine
 from dapo_jax.rollout.requests import MIN_BUCKET_TOKENS
 from dapo_jax.rollout.sampling import SAMPLE_FOR_SERVING
@@ -19,7 +22,7 @@ from dapo_jax.run.build import check_divisible, mesh_sizes, numerics
 from dapo_jax.runtime.sharding import make_mesh
 from dapo_jax.runtime.storage.models import model_path
 from dapo_jax.runtime.text_files import read_json
-from dapo_jax.types.errors import require
+from dapo_jax.types.errors import ConfigError, require
 from dapo_jax.types.structs import Prompt, RolloutKey, SamplingRule
 
 BUDGETS = ("max_prompt_tokens", "max_response_tokens")
@@ -29,44 +32,74 @@ MAX_CONTEXT = 32_768  # that 'auto' budgets fill
 # chunks of this size, and compile when the first one arrives.
 FIRST_TOKENS = 512
 BURST_TOKENS = 4  # decode steps between two looks at the queue
+TOO_LONG = "context_length_exceeded"
 AUTO_MEMORY_FRACTION = 0.5  # of device memory that 'auto' fills with weights and caches
 
 
-class Limits(NamedTuple):
-    """Maximum tokens of a prompt, of a response, and of both together."""
+@dataclasses.dataclass(frozen=True)
+class ServedModel:
+    """Model folder without its weights; the budgets of `config` are numbers.
 
-    longest_prompt: int
-    max_response_tokens: int
-    context: int
-
-
-class ModelFolder(NamedTuple):
-    """Model folder without its weights, and the config with numeric budgets for it."""
+    Attributes:
+        context: maximum tokens of a prompt and its response together.
+    """
 
     config: ServeConfig
+    context: int
     mesh: Any
-    decoder: Any
+    decoder: DecoderConfig
     tokenizer: Tokenizer
-    limits: Limits
+
+    def budget(self, field: str, budget: int | None, prompt: int, default: int = AUTO) -> int:
+        """Return the maximum tokens of a response to a prompt of so many tokens.
+
+        Raise `RequestError` for a wrong budget; None stands for the default, AUTO for the largest.
+        """
+        largest = min(self.config.max_response_tokens, self.context - prompt)
+        if budget is None:
+            return largest if default == AUTO else min(default, largest)
+        allowed = f"from 1 to {largest} after a prompt of {prompt} tokens"
+        code = TOO_LONG if budget > largest else None
+        need(0 < budget <= largest, field, budget, allowed, code)
+        return budget
+
+    def check_tokens(self, field: str, tokens: Sequence[int], limit: int) -> None:
+        """Raise `RequestError` for ids outside the vocabulary, too many, or none."""
+        if not 0 < len(tokens) <= limit:
+            message = f"{field} has {len(tokens)} tokens: must have from 1 to {limit}"
+            raise RequestError(message, field, code=TOO_LONG if len(tokens) else None)
+        for index, token in enumerate(tokens):
+            fits = 0 <= token < self.decoder.vocab
+            need(fits, f"{field}[{index}]", token, f"from 0 to {self.decoder.vocab - 1}")
+
+    def prompt_ids(self, field: str, prompt: str | list[int]) -> list[int]:
+        """Return the token ids of a prompt. Raise `RequestError` if it is too long or wrong."""
+        if isinstance(prompt, str):
+            try:
+                prompt = self.tokenizer.encode_prompt(prompt)
+            except ConfigError as error:
+                raise RequestError(f"{field}: {error}", field) from None
+        self.check_tokens(field, prompt, self.config.max_prompt_tokens)
+        return prompt
 
 
 class ServedPolicy(NamedTuple):
-    """Engine, decoding weights and tokenizer of a model folder."""
+    """A model with its engine and decoding weights."""
 
+    model: ServedModel
     engine: PolicyEngine
     params: Any
-    tokenizer: Tokenizer
-    limits: Limits
 
-    def scheduler(self, config: ServeConfig) -> Scheduler:
+    def scheduler(self) -> Scheduler:
         """Return a scheduler that has begun, with the config's rule as the default."""
-        scheduler = Scheduler(self.engine, self.tokenizer, config.seed)
+        config = self.model.config
+        scheduler = Scheduler(self.engine, self.model.tokenizer, config.seed)
         rule = SamplingRule(config.temperature, config.top_p, config.top_k)
         scheduler.open(self.params, RolloutKey(SAMPLE_FOR_SERVING), rule, rule_per_slot=True)
         return scheduler
 
 
-def open_folder(config: ServeConfig, row_tokens: int | None = None) -> ModelFolder:
+def open_folder(config: ServeConfig, row_tokens: int | None = None) -> ServedModel:
     """Read a model folder. Raise `ConfigError` if it can't be served, or trained in such rows."""
     mesh = make_mesh(**mesh_sizes(config.mesh), devices=None)
     numbers = numerics(Compute(dtype=config.dtype), mesh, row_tokens)
@@ -74,32 +107,33 @@ def open_folder(config: ServeConfig, row_tokens: int | None = None) -> ModelFold
     check_divisible(decoder, mesh)
     tokenizer = Tokenizer.from_folder(config.model, "model")
     tokenizer.check_fits(decoder.vocab, "model", config.model)
-    config, limits = resolve(config, decoder, mesh)
+    config, context = resolve(config, decoder, mesh)
     slots = f"slots = {config.slots} with max_response_tokens = {config.max_response_tokens}"
     settings = {"cache": slots, "weights": f"model = {config.model!r}"}
     memory.check_fits("serving", memory_needs(config, decoder, mesh), mesh, settings)
-    return ModelFolder(config, mesh, decoder, tokenizer, limits)
+    return ServedModel(config, context, mesh, decoder, tokenizer)
 
 
 def load_served(config: ServeConfig) -> ServedPolicy:
     """Load a model folder. Raise `ConfigError` if it can't be served."""
-    config, mesh, decoder, tokenizer, limits = open_folder(config)
+    model = open_folder(config)
+    config, decoder, mesh = model.config, model.decoder, model.mesh
     engine = PolicyEngine(
         decoder,
         mesh,
         sampler_settings(config),
         max_prompt_tokens=config.max_prompt_tokens,
-        end_ids=tokenizer.end_ids,
+        end_ids=model.tokenizer.end_ids,
     )
     params = load_huggingface.load_params(config.model, decoder, mesh, field="model", cast=True)
-    return ServedPolicy(engine, engine.load_params(params), tokenizer, limits)
+    return ServedPolicy(model, engine, engine.load_params(params))
 
 
-def warm_up(policy: ServedPolicy, config: ServeConfig) -> None:
+def warm_up(policy: ServedPolicy) -> None:
     """Compile the programs for prompts up to `FIRST_TOKENS`."""
-    scheduler, length = policy.scheduler(config), MIN_BUCKET_TOKENS
+    scheduler, length = policy.scheduler(), MIN_BUCKET_TOKENS
     while length <= FIRST_TOKENS:
-        tokens = np.zeros(min(length, policy.limits.longest_prompt), np.int32)
+        tokens = np.zeros(min(length, policy.model.config.max_prompt_tokens), np.int32)
         scheduler.submit(Prompt(0, "", "", tokens, "", ""), [0], budget=1)
         while not scheduler.idle:
             scheduler.step()
@@ -131,14 +165,14 @@ def memory_needs(config: ServeConfig, decoder: Any, mesh: Any) -> dict[str, floa
     return {"weights": memory.decoding_bytes(decoder, sampler, mesh), "cache": cache}
 
 
-def resolve(config: ServeConfig, decoder: Any, mesh: Any) -> tuple[ServeConfig, Limits]:
-    """Return the config with numeric budgets, and the limits of requests.
+def resolve(config: ServeConfig, decoder: Any, mesh: Any) -> tuple[ServeConfig, int]:
+    """Return the config with numeric budgets, and the maximum tokens of a prompt and response.
 
     Those that are 'auto' share the model's context, halved until all slots fit into memory.
     """
     budgets = {name: getattr(config, name) for name in BUDGETS}
     if AUTO not in budgets.values():
-        return config, Limits._make([*budgets.values(), sum(budgets.values())])
+        return config, sum(budgets.values())
     model_config = read_json(model_path(config.model, "model") / "config.json", "model")
     context = text_part(model_config).get("max_position_embeddings")
     if type(context) is not int or context < 2:
@@ -154,5 +188,5 @@ def resolve(config: ServeConfig, decoder: Any, mesh: Any) -> tuple[ServeConfig, 
         resolved = dataclasses.replace(config, **filled)
         needed = sum(memory_needs(resolved, decoder, mesh).values())
         if needed <= available or context // 2 < smallest:
-            return resolved, Limits._make([*filled.values(), context])
+            return resolved, context
         context //= 2

@@ -1,16 +1,20 @@
 """Requests to OpenAI's API: their fields, and the prompts and budgets that they ask for."""
 
-import dataclasses
 import reprlib
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 from pydantic import AfterValidator, AliasChoices, BeforeValidator, Field
 
-from dapo_jax.data.prompts.tokenizer import Tokenizer
-from dapo_jax.extras.serve.errors import RequestError, need
-from dapo_jax.extras.serve.fields import Fields, as_setting, must, read_fields
+from dapo_jax.extras.serve.fields import (
+    Fields,
+    RequestError,
+    as_setting,
+    must,
+    need,
+    read_fields,
+)
 from dapo_jax.extras.serve.logprobs import MAX_LIKELIEST
-from dapo_jax.extras.serve.settings import AUTO, ServeConfig
+from dapo_jax.extras.serve.policy import ServedModel
 from dapo_jax.runtime.tool_calls import NAME, read_message
 from dapo_jax.types import rules
 from dapo_jax.types.errors import ConfigError
@@ -18,8 +22,7 @@ from dapo_jax.types.structs import SamplingRule
 
 MAX_STOPS = 4
 MAX_TOOLS = 128
-TOO_LONG = "context_length_exceeded"
-ROLES = ("system", "user", "assistant", "tool")
+ROLES = rules.Choices(("system", "user", "assistant", "tool"))
 MESSAGE_FIELDS = ("role", "content", "tool_calls", "tool_call_id")  # and what the template reads
 TOOL = "{'type': 'function', 'function': {'name': NAME, 'parameters': SCHEMA}}, or without a schema"
 
@@ -99,57 +102,14 @@ class Chat(CommonFields):
     top_logprobs: Likeliest = 0
 
 
-@dataclasses.dataclass(frozen=True)
-class ServedModel:
-    """What requests are read for; `limits` are those of `policy.Limits`."""
-
-    config: ServeConfig
-    limits: Any
-    tokenizer: Tokenizer
-
-    def budget(self, budget: int | None, prompt: int) -> int:
-        """Return the maximum tokens of a response; raise `RequestError` for a wrong `budget`."""
-        limit = self.limits.max_response_tokens
-        largest = min(limit, self.limits.context - prompt)
-        if budget is None:
-            default = self.config.default_max_tokens
-            return largest if default == AUTO else min(default, largest)
-        need(0 < budget <= limit, "max_tokens", budget, f"from 1 to {limit}")
-        allowed = f"at most {largest} after a prompt of {prompt} tokens"
-        need(budget <= largest, "max_tokens", budget, allowed, TOO_LONG)
-        return budget
-
-    def prompt_ids(self, field: str, prompt: str | list[int]) -> list[int]:
-        """Return the token ids of a prompt. Raise `RequestError` if it is too long or wrong."""
-        limit = self.limits.longest_prompt
-        if isinstance(prompt, str):
-            try:
-                prompt = self.tokenizer.encode_prompt(prompt)
-            except ConfigError as error:
-                raise RequestError(f"{field}: {error}", field) from None
-        if not 0 < len(prompt) <= limit:
-            message = f"{field} has {len(prompt)} tokens: must have from 1 to {limit}"
-            raise RequestError(message, field, code=TOO_LONG if prompt else None)
-        vocab = min(self.tokenizer.backend.get_vocab_size(), self.tokenizer.rows)
-        for index, token in enumerate(prompt):
-            need(0 <= token < vocab, f"{field}[{index}]", token, f"from 0 to {vocab - 1}")
-        return prompt
-
-
-@dataclasses.dataclass(frozen=True)
-class CompletionRequest:
-    """Validated request.
-
-    Attributes:
-        budgets: maximum tokens of a response to each prompt; 0: only its echo is requested.
-        likeliest: number of likeliest tokens next to each log-prob; None: no log-probs.
-    """
+class CompletionRequest(NamedTuple):
+    """Validated request."""
 
     fields: CommonFields
     prompts: list[list[int]]
-    budgets: list[int]
+    budgets: list[int]  # maximum tokens of a response to each prompt; 0: only its echo is requested
     rule: SamplingRule
-    likeliest: int | None
+    likeliest: int | None  # tokens next to each log-prob; None: no log-probs
     tools: list[dict[str, Any]]
     echo: bool
 
@@ -158,9 +118,11 @@ class CompletionRequest:
         return self.fields.n * len(self.prompts)
 
 
-def read_request(body: bytes, model: ServedModel, *, chat: bool) -> CompletionRequest:
+def read_request(
+    kind: type[Completion] | type[Chat], body: bytes, model: ServedModel
+) -> CompletionRequest:
     """Return the request of a body. Raise `RequestError` if it is wrong or not served."""
-    config, fields = model.config, read_fields(Chat if chat else Completion, body)
+    config, fields = model.config, read_fields(kind, body)
     if fields.model != config.served_name:
         message = f"model = {reprlib.repr(fields.model)}: there is only {config.served_name!r}"
         raise RequestError(message, "model", 404, "model_not_found")
@@ -180,9 +142,11 @@ def read_request(body: bytes, model: ServedModel, *, chat: bool) -> CompletionRe
         count = f"n = {n} responses to {len(prompts)} prompts"
         allowed = f"at most {config.waiting} responses per request"
         raise RequestError(f"{count}: {allowed}", "n" if n > 1 else "prompt")
-    budget = fields.max_tokens
+    budget, default = fields.max_tokens, config.default_max_tokens
     only_echo = echo and budget == 0
-    budgets = [0 if only_echo else model.budget(budget, len(ids)) for ids in prompts]
+    budgets = [
+        0 if only_echo else model.budget("max_tokens", budget, len(ids), default) for ids in prompts
+    ]
     own = {name: getattr(fields, name) for name in SamplingRule._fields}
     rule = [getattr(config, name) if value is None else value for name, value in own.items()]
     return CompletionRequest(fields, prompts, budgets, SamplingRule(*rule), likeliest, tools, echo)
@@ -206,26 +170,23 @@ def _prompts(value: Any, model: ServedModel) -> list[list[int]]:
 
 def _chat_prompt(messages: list[dict[str, Any]], model: ServedModel, tools: list) -> list[int]:
     """Return the ids of the prompt that the chat template renders from messages and tools."""
-    chat = model.tokenizer.chat
+    chat, read = model.tokenizer.chat, []
     if chat is None:
         message = "messages: the model's folder has no chat template; use /v1/completions"
         raise RequestError(message, "messages")
-    read = []
-    for index, message in enumerate(messages):
-        field = f"messages[{index}]"
-        role = message.get("role")
-        need(role in ROLES, f"{field}.role", role, f"one of {', '.join(ROLES)}")
-        sent = {key: value for key, value in message.items() if value is not None}
-        sent.pop("refusal", None)  # as in this server's answers
-        for key, value in sent.items():
-            fits = key in MESSAGE_FIELDS or chat.reads(key)
-            need(fits, f"{field}.{key}", value, "left out: the template ignores it")
-        try:
-            read.append(read_message(sent))
-        except ValueError as error:
-            raise RequestError(f"{field}: {error}", field) from None
     try:
+        for index, message in enumerate(messages):
+            field = f"messages[{index}]"
+            message = read_message(message)
+            message.pop("refusal", None)  # as in this server's answers
+            need(ROLES(message["role"]), f"{field}.role", message["role"], str(ROLES))
+            for key, value in message.items():
+                fits = key in MESSAGE_FIELDS or chat.reads(key)
+                need(fits, f"{field}.{key}", value, "left out: the template ignores it")
+            read.append(message)
         text = chat.render(read, "messages", tools=tools)
     except ConfigError as error:
         raise RequestError(str(error), error.field or "messages") from None
+    except ValueError as error:
+        raise RequestError(f"{field}: {error}", field) from None
     return model.prompt_ids("messages", text)

@@ -4,70 +4,70 @@ A choice is sent in parts as its tokens come, or as one part at its end.
 """
 
 import asyncio
+import dataclasses
 import json
 import time
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 
-from dapo_jax.data.prompts.tokenizer import TextStream, Tokenizer
-from dapo_jax.extras.serve.errors import RequestError
-from dapo_jax.extras.serve.generator import Responses
-from dapo_jax.extras.serve.logprobs import Scorer, chat_logprobs, completion_logprobs
-from dapo_jax.extras.serve.requests import ServedModel
+from dapo_jax.data.prompts.tokenizer import TextStream
+from dapo_jax.extras.serve.fields import RequestError
+from dapo_jax.extras.serve.generator import Generator
+from dapo_jax.extras.serve.logprobs import Score, chat_logprobs, completion_logprobs
+from dapo_jax.extras.serve.policy import ServedModel
+from dapo_jax.extras.serve.requests import Chat, CompletionRequest
+from dapo_jax.extras.serve.thread import FAILURE
 from dapo_jax.runtime.tool_calls import read_calls
 from dapo_jax.types.structs import NewTokens
 
+Scoring = Callable[[Sequence[int], int], list[Score]]
 
+
+@dataclasses.dataclass
 class _Choice:
-    """Tokens of one response so far, with its end token, and the text and ids not sent yet."""
+    """One response so far: its text after what is echoed, its tokens, and how much is sent."""
 
-    def __init__(self, tokenizer: Tokenizer, prompt: list[int], budget: int, echo: bool):
-        self._end_ids = tokenizer.end_ids
-        self.prompt = prompt
-        self.ids: list[int] = []
-        self.end: list[int] = []
-        self.finish_reason = None if budget else "length"
-        self.unsent_ids: list[int] = []
-        self.unsent_text = ""
-        if echo:  # but the beginning of a character that the response may complete
-            stream = TextStream(tokenizer)
-            pieces = [stream.add([token]) for token in prompt]
-            self.unsent_text = "".join(pieces) + ("" if budget else stream.rest())
+    prompt: list[int]
+    text: str
+    finish_reason: str | None
+    ids: list[int] = dataclasses.field(default_factory=list)
+    end: list[int] = dataclasses.field(default_factory=list)  # the end token
+    sent: tuple[int, int] = (0, 0)  # characters and ids
 
-    def add(self, new: NewTokens) -> None:
-        has_end = new.stopped and new.ids and new.ids[-1] in self._end_ids
+    def add(self, new: NewTokens, end_ids: Sequence[int]) -> None:
+        has_end = new.stopped and new.ids and new.ids[-1] in end_ids
         ids, self.end = (new.ids[:-1], new.ids[-1:]) if has_end else (new.ids, [])
         self.ids += ids
-        self.unsent_ids += ids
-        self.unsent_text += new.text
+        self.text += new.text
         if new.ended:
             self.finish_reason = "stop" if new.stopped else "length"
 
     def take(self) -> tuple[str, list[int]]:
-        """Return the unsent text and ids, and mark them as sent."""
-        unsent = self.unsent_text, self.unsent_ids
-        self.unsent_text, self.unsent_ids = "", []
-        return unsent
+        """Return the text and ids that are not sent, and mark them as sent."""
+        text, ids = self.sent
+        self.sent = len(self.text), len(self.ids)
+        return self.text[text:], self.ids[ids:]
 
 
 class CompletionResponse:
-    """Response to a request, complete or as events."""
+    """Response to a request, complete or as events; `score` is `Scorer.score` of the policy."""
 
-    def __init__(self, responses: Responses, model: ServedModel, scorer: Scorer, *, chat: bool):
-        self._is_chat = chat
-        self._request = request = responses.request
-        self._responses = responses
-        self._tokenizer = model.tokenizer
-        self._scorer = scorer
+    def __init__(
+        self, request: CompletionRequest, model: ServedModel, generator: Generator, score: Scoring
+    ):
+        self._request, self._tokenizer, self._score = request, model.tokenizer, score
+        self._is_chat = chat = isinstance(request.fields, Chat)
         self._choices = [
-            _Choice(model.tokenizer, prompt, budget, request.echo)
+            _Choice(prompt, self._echo(prompt, budget), None if budget else "length")
             for prompt, budget in zip(request.prompts, request.budgets, strict=True)
             for _ in range(request.fields.n)
         ]
+        self._chunks: asyncio.Queue[tuple[int, NewTokens] | None] = asyncio.Queue()
+        generator.submit(request, self._chunks.put_nowait)
         self._header = {
             "id": f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}",
             "object": "chat.completion" if chat else "text_completion",
@@ -75,10 +75,27 @@ class CompletionResponse:
             "model": model.config.served_name,
         }
 
+    def _echo(self, prompt: list[int], budget: int) -> str:
+        """Return the text of an echoed prompt, but a character that the response may complete."""
+        if not self._request.echo:
+            return ""
+        stream = TextStream(self._tokenizer)
+        pieces = [stream.add([token]) for token in prompt]
+        return "".join(pieces) + ("" if budget else stream.rest())
+
+    async def _changed(self) -> AsyncIterator[int]:
+        """Yield the index of a choice each time that it has got tokens. Raise `RequestError`."""
+        while not all(choice.finish_reason for choice in self._choices):
+            chunk = await self._chunks.get()
+            if chunk is None:
+                raise RequestError(FAILURE, status=500)
+            self._choices[chunk[0]].add(chunk[1], self._tokenizer.end_ids)
+            yield chunk[0]
+            await asyncio.sleep(0)  # let other tasks run even if many chunks are ready
+
     async def complete(self, http: HttpRequest) -> dict[str, Any]:
         """Return the complete response once every choice has ended, unless the client leaves."""
-        async for index, new in self._responses:
-            self._choices[index].add(new)
+        async for _ in self._changed():
             if await http.is_disconnected():
                 raise ClientDisconnect
         choices = [await self._part(i, is_whole=True) for i in range(len(self._choices))]
@@ -97,10 +114,10 @@ class CompletionResponse:
                 if self._is_chat:
                     first["delta"] = {"role": "assistant", "content": ""}
                 yield _event(header | {"choices": [first]})
-            async for index, new in self._responses:
+            async for index in self._changed():
                 choice = self._choices[index]
-                choice.add(new)
-                if choice.finish_reason or (choice.unsent_text and not self._request.tools):
+                has_text = len(choice.text) > choice.sent[0] and not self._request.tools
+                if choice.finish_reason or has_text:
                     yield _event(header | {"choices": [await self._part(index)]})
             if "usage" in header:
                 yield _event(header | {"choices": [], "usage": self._usage()})
@@ -112,15 +129,15 @@ class CompletionResponse:
         """Return the unsent part of a choice, the whole or a chunk, and mark it as sent."""
         choice, request = self._choices[index], self._request
         text, ids = choice.take()
-        reason, logprobs = choice.finish_reason, None
+        fields: dict[str, Any] = {"index": index, "finish_reason": choice.finish_reason}
         called: dict[str, Any] = {}
         if request.tools:
             text, calls = read_calls(text, request.tools)
             if calls:
-                reason, called = "tool_calls", {"tool_calls": calls}
-        if reason and request.likeliest is not None:
-            logprobs = await asyncio.to_thread(self._score, choice, request.likeliest)
-        fields: dict[str, Any] = {"index": index, "finish_reason": reason, "logprobs": logprobs}
+                fields["finish_reason"], called = "tool_calls", {"tool_calls": calls}
+        fields["logprobs"] = None
+        if choice.finish_reason and request.likeliest is not None:
+            fields["logprobs"] = await asyncio.to_thread(self._logprobs, choice, request.likeliest)
         if not self._is_chat:
             fields["text"] = text
         elif is_whole:
@@ -136,11 +153,11 @@ class CompletionResponse:
                 fields["prompt_token_ids"] = choice.prompt
         return fields
 
-    def _score(self, choice: _Choice, likeliest: int) -> dict[str, Any]:
+    def _logprobs(self, choice: _Choice, likeliest: int) -> dict[str, Any]:
         """Return the log-probs of a choice that has ended, in the form of its API."""
         ids = choice.prompt + choice.ids + choice.end
         first = 0 if self._request.echo else len(choice.prompt)
-        scores = self._scorer.score(ids, likeliest)[first:]
+        scores = self._score(ids, likeliest)[first:]
         form = chat_logprobs if self._is_chat else completion_logprobs
         return form(self._tokenizer, ids[:first], scores)
 

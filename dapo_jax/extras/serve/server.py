@@ -10,7 +10,9 @@ SDK. After SIGTERM or Ctrl-C, running requests finish, and the exit code is 0.
 """
 
 import asyncio
+import contextlib
 import dataclasses
+import functools
 import os
 import time
 from collections.abc import Callable
@@ -36,8 +38,7 @@ def serve(
 
     Returns the failure of the thread that samples, or empty.
     """
-    from dapo_jax.extras.serve import access, policy
-    from dapo_jax.extras.serve.app import serve_openai
+    from dapo_jax.extras.serve import access, app, policy
     from dapo_jax.run.export import newest_export
 
     access.bind(config).close()  # report a taken port before the model is loaded
@@ -48,14 +49,18 @@ def serve(
     folder = newest_export(config.model, "model")
     config = dataclasses.replace(config, model=folder, served_name=served_name(config))
     if config.tinker:
-        from dapo_jax.extras.tinker.app import serve_tinker
+        from dapo_jax.extras.tinker.app import open_tinker
 
-        return serve_tinker(config, key, should_stop, ready)
-    served = policy.load_served(config)
-    slots = served.engine.max_concurrent_decodes
-    processes.print_error(f"compiling for {slots} slots: seconds for a small model, else minutes")
-    policy.warm_up(served, config)
-    return asyncio.run(serve_openai(served, config, key, should_stop, ready))
+        opened = open_tinker(config)
+    else:
+        served = policy.load_served(config)
+        slots = served.engine.max_concurrent_decodes
+        compiling = f"compiling for {slots} slots: seconds for a small model, else minutes"
+        processes.print_error(compiling)
+        policy.warm_up(served)
+        opened = contextlib.nullcontext(functools.partial(app.OpenaiApi, served))
+    with opened as open_api:
+        return asyncio.run(app.serve_api(open_api, config, key, should_stop, ready))
 
 
 def main() -> int:

@@ -1,30 +1,30 @@
-"""HTTP routes of Tinker's API, as the published SDK calls them, and the server."""
+"""HTTP routes of Tinker's API, as the published SDK calls them."""
 
 import asyncio
+import contextlib
 import datetime
+import functools
 import inspect
 import pathlib
 import re
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 
-from dapo_jax.extras.serve import app as http_app
-from dapo_jax.extras.serve.access import Access
-from dapo_jax.extras.serve.errors import RequestError, need, queue_full
+from dapo_jax.extras.serve.app import Handler, read_body
+from dapo_jax.extras.serve.fields import RequestError, need, need_room
 from dapo_jax.extras.serve.settings import ServeConfig
-from dapo_jax.extras.tinker.messages import CONTENT_TYPE
+from dapo_jax.extras.tinker.messages import SDK_VERSIONS
 from dapo_jax.extras.tinker.models import CHECKPOINT_KINDS, find_checkpoint
 from dapo_jax.extras.tinker.policies import Policies
-from dapo_jax.extras.tinker.requests import Body, parse_loss_message, read_body
+from dapo_jax.extras.tinker.requests import Head, parse_loss_message, read_head
 from dapo_jax.extras.tinker.store import Entry, Request, State, Store
 from dapo_jax.extras.tinker.worker import SAMPLE_KIND, Worker
 from dapo_jax.runtime.storage.output_folder import TINKER, claim
 
-SDK_VERSIONS = "0.38.*"  # that were tested
 IS_SUPPORTED = re.compile(r"0\.38\.\d+").fullmatch
 WAIT_SECONDS = 20.0  # that a client waits for a result before it asks again
 MAX_PENDING = 1024  # requests on the disk, each with a body of at most max_body_mb
@@ -33,9 +33,7 @@ Fields = dict[str, Any]
 
 
 def _time(seconds: float | None) -> str | None:
-    if seconds is None:
-        return None
-    return datetime.datetime.fromtimestamp(seconds, datetime.UTC).isoformat()
+    return datetime.datetime.fromtimestamp(seconds, datetime.UTC).isoformat() if seconds else None
 
 
 def _listed(name: str, items: list[Fields]) -> Fields:
@@ -67,18 +65,19 @@ class Call(NamedTuple):
     """A call of a route: the values in its path, the fields of its body in JSON, and the body."""
 
     path: Mapping[str, str]
-    body: Body
+    head: Head
     content: bytes
 
 
 class TinkerApi:
-    """Handlers of the routes. They run in threads, since they may wait for the disk."""
+    """Tinker's API. Its handlers run in threads, since they may wait for the disk."""
 
-    def __init__(self, policies: Policies, worker: Worker, store: Store):
-        self._config = policies.config
-        self._name = policies.config.served_name
-        self._policies, self._worker, self._store = policies, worker, store
-        of_model, of_session = "model_id seq_id", "session_id sampling_session_seq_id"
+    def __init__(self, policies: Policies, store: Store):
+        self._policies, self._store = policies, store
+        self._config, self._name = policies.config, policies.config.served_name
+        self._worker = Worker(policies, store)
+        self.thread = self._worker.thread
+        model, sampler = "model_id seq_id", "session_id sampling_session_seq_id"
         sampled = "sampling_session_id seq_id prompt sampling_params"
         checkpoints = "training_runs/{model}/checkpoints"
         # Method and path of each route, its handler, and the fields of JSON that it needs.
@@ -89,12 +88,12 @@ class TinkerApi:
             ("POST create_session", self._create_session, "sdk_version"),
             ("POST session_heartbeat", self._heartbeat, "session_id"),
             ("POST sessions/{session}/finish", lambda call: {}, ""),
-            ("POST create_sampling_session", self._create_sampler, of_session),
-            ("POST create_model", self._submitter("create_model"), "base_model"),
-            ("POST load_weights", self._submitter("load_weights"), "path"),
-            ("POST forward_backward", self._forward_backward, ""),
-            ("POST optim_step", self._submitter("optim_step"), of_model),
-            *((f"POST {kind}", self._submitter(kind), of_model) for kind in CHECKPOINT_KINDS),
+            ("POST create_sampling_session", self._create_sampler, sampler),
+            ("POST create_model", self._submit, "base_model"),
+            ("POST load_weights", self._submit, "path"),
+            ("POST forward_backward", self._submit_loss, ""),
+            ("POST optim_step", self._submit, f"{model} adam_params"),
+            *((f"POST {kind}", self._submit, model) for kind in CHECKPOINT_KINDS),
             ("POST asample", self._submit_sample, sampled),
             ("POST retrieve_future", self._retrieve, "request_id"),
             ("POST get_info", self._get_info, "model_id"),
@@ -108,20 +107,19 @@ class TinkerApi:
             (f"GET {checkpoints}", self._list_checkpoints, ""),
             (f"DELETE {checkpoints}/{{kind}}/{{name}}", self._delete_checkpoint, ""),
         )
-        self.handlers: dict[str, http_app.Handler] = {}
-        for route, handler, required in table:
-            method, path = route.split()
-            self.handlers[f"{method} /api/v1/{path}"] = self._endpoint(handler, required.split())
+        self.handlers = {
+            route.replace(" ", " /api/v1/"): self._endpoint(handler, required)
+            for route, handler, required in table
+        }
 
-    def _endpoint(
-        self, handler: Callable[[Call], Any], required: Sequence[str]
-    ) -> http_app.Handler:
+    def _endpoint(self, handler: Callable[[Call], Any], required: str) -> Handler:
         """Return the endpoint that reads the body, and calls a handler."""
 
         async def answer(http: HttpRequest) -> Response:
-            content = await http_app.read_body(http, self._config)
-            body = read_body(content, *required) if required else Body()
-            result = await asyncio.to_thread(handler, Call(http.path_params, body, content))
+            content = await read_body(http, self._config)
+            head = read_head(content, *required.split()) if required else Head()
+            path = {"kind": http.url.path.rpartition("/")[2]} | http.path_params
+            result = await asyncio.to_thread(handler, Call(path, head, content))
             if inspect.isawaitable(result):
                 result = await result
             return result if isinstance(result, Response) else JSONResponse(result)
@@ -143,7 +141,7 @@ class TinkerApi:
 
     def _configure_client(self, call: Call) -> Fields:
         allowed = f"{SDK_VERSIONS}: pip install 'tinker=={SDK_VERSIONS}'"
-        version = call.body.sdk_version
+        version = call.head.sdk_version
         need(IS_SUPPORTED(version) is not None, "sdk_version", version, allowed)
         limit = int(self._config.max_body_mb * 1e6)
         return {
@@ -158,49 +156,45 @@ class TinkerApi:
     def _create_session(self, call: Call) -> Fields:
         self._configure_client(call)
         name = f"s-{uuid.uuid4().hex[:16]}"
-        self._store.put("session", name, "", {})
+        self._store.put("session", name, {})
         return {"session_id": name, "type": "create_session"}
 
     def _heartbeat(self, call: Call) -> Fields:
-        self._entry("session", call.body.session_id)
+        self._entry("session", call.head.session_id)
         return {"type": "session_heartbeat"}
 
     def _create_sampler(self, call: Call) -> Fields:
-        body = call.body
-        session, number = self._entry("session", body.session_id).id, body.sampling_session_seq_id
-        if body.model_path:
-            find_checkpoint(self._store, body.model_path, "sampler_weights")
-        if "base_model" in body.model_fields_set or not body.model_path:
-            self._check_base(body.base_model)
+        head = call.head
+        session, number = self._entry("session", head.session_id).id, head.sampling_session_seq_id
+        if head.model_path:
+            find_checkpoint(self._store, head.model_path, "sampler_weights")
+        if "base_model" in head.model_fields_set or not head.model_path:
+            self._check_base(head.base_model)
         name = f"{session}:sample:{number}"
-        self._store.put("sampler", name, "", {"path": body.model_path, "number": number})
+        self._store.put("sampler", name, {"path": head.model_path, "number": number})
         return {"sampling_session_id": name, "type": "create_sampling_session"}
 
     # --- requests that the worker runs ------------------------------------------------------------
 
-    def _submitter(self, kind: str) -> Callable[[Call], Fields]:
-        """Return the handler of a kind of requests to a model."""
-
-        def submit(call: Call) -> Fields:
-            body = call.body
-            if "base_model" in body.model_fields_set:
-                self._check_base(body.base_model)
-            if body.model_id:
-                return self._accept_of_model(body.model_id, body.seq_id, kind, call.content)
-            read_body(call.content, "session_id", "model_seq_id")
-            session = self._entry("session", body.session_id).id
-            return self._accept(f"{session}:train:{body.model_seq_id}", 0, kind, call.content)
-
-        return submit
+    def _submit(self, call: Call) -> Fields:
+        """Accept a request to a model, which is named by its session if it is new."""
+        head, kind = call.head, call.path["kind"]
+        if "base_model" in head.model_fields_set:
+            self._check_base(head.base_model)
+        if head.model_id:
+            return self._accept_of_model(head.model_id, head.seq_id, kind, call.content)
+        read_head(call.content, "session_id", "model_seq_id")
+        session = self._entry("session", head.session_id).id
+        return self._accept(f"{session}:train:{head.model_seq_id}", 0, kind, call.content)
 
     def _submit_sample(self, call: Call) -> Fields:
-        body = call.body
-        sampler = self._entry("sampler", body.sampling_session_id).id
-        future = self._accept(sampler, body.seq_id, SAMPLE_KIND, call.content)
-        ids = [f"{future['request_id']}:{i}" for i in range(body.num_samples)]
+        head = call.head
+        sampler = self._entry("sampler", head.sampling_session_id).id
+        future = self._accept(sampler, head.seq_id, SAMPLE_KIND, call.content)
+        ids = [f"{future['request_id']}:{i}" for i in range(head.num_samples)]
         return future | {"sample_sequence_ids": ids}
 
-    def _forward_backward(self, call: Call) -> Fields:
+    def _submit_loss(self, call: Call) -> Fields:
         message = parse_loss_message(call.content)
         kind = "forward" if message.forward_only else "forward_backward"
         return self._accept_of_model(message.model_id, message.seq_id, kind, call.content)
@@ -211,16 +205,15 @@ class TinkerApi:
 
     def _accept(self, owner: str, number: int, kind: str, body: bytes) -> Fields:
         """Store a request, unless it is a retry, and return its future."""
-        if len(self._store.pending()) >= MAX_PENDING:
-            raise queue_full()
+        need_room(len(self._store.pending()) < MAX_PENDING)
         request = Request(f"{owner}:{number}", owner, number, kind)
         self._store.accept(request, body)
-        self._worker.wake()
+        self.thread.wake()
         return {"request_id": request.id}
 
     async def _retrieve(self, call: Call) -> Response:
         """Return a result; status 408 tells the client to ask again."""
-        name = call.body.request_id
+        name = call.head.request_id
         stored = await self._worker.wait(name, WAIT_SECONDS)
         if stored is None:
             raise RequestError(f"request {name!r} is unknown", "request_id", status=404)
@@ -229,24 +222,23 @@ class TinkerApi:
             return JSONResponse({"request_id": name, "queue_state": "active"}, 408)
         if result is None:
             raise RequestError(f"the result of {name!r} is no longer kept", status=410)
-        kind = CONTENT_TYPE if state == State.DONE else "application/json"
+        kind = "application/x-protobuf" if state == State.DONE else "application/json"
         return Response(result, media_type=kind)
 
     # --- descriptions -----------------------------------------------------------------------------
 
     def _capabilities(self, call: Call) -> Fields:
-        limits = {"max_context_length": self._policies.limits.context}
         model = {"model_name": self._name, "trainable": True, "sampleable": True}
-        return {"supported_models": [model | limits]}
+        return {"supported_models": [model | {"max_context_length": self._policies.model.context}]}
 
     def _get_info(self, call: Call) -> Fields:
-        model = self._entry("model", call.body.model_id)
+        model = self._entry("model", call.head.model_id)
         described = {"model_name": self._name, "arch": self._policies.decoder.family}
         info = {"model_id": model.id, "model_name": self._name, "model_data": described}
         return info | _describe_shape(model)
 
     def _weights_info(self, call: Call) -> Fields:
-        checkpoint = self._entry("checkpoint", call.body.tinker_path)
+        checkpoint = self._entry("checkpoint", call.head.tinker_path)
         return {"base_model": self._name} | _describe_shape(checkpoint)
 
     def _get_sampler(self, call: Call) -> Fields:
@@ -284,24 +276,10 @@ class TinkerApi:
         return Response(status_code=204)
 
 
-# --- the server -----------------------------------------------------------------------------------
-
-
-def serve_tinker(
-    config: ServeConfig, key: str, should_stop: Callable[[], bool], ready: Callable[[int], None]
-) -> str:
-    """Serve until `should_stop()`; return the failure of the worker, or empty."""
+@contextlib.contextmanager
+def open_tinker(config: ServeConfig) -> Iterator[Callable[[], TinkerApi]]:
+    """Yield what opens the API in an event loop, while this process alone has `tinker_dir`."""
     policies = Policies(config)
-
-    async def answer(store: Store) -> str:
-        worker = Worker(policies, store)
-        handlers = TinkerApi(policies, worker, store).handlers
-        app = http_app.make_app(handlers, Access(config, key), worker)
-        return await http_app.run_app(app, worker, config, should_stop, ready)
-
     with claim("tinker_dir", config.tinker_dir, TINKER) as folder:
-        store = Store(pathlib.Path(str(folder)))
-        try:
-            return asyncio.run(answer(store))
-        finally:
-            store.close()
+        with contextlib.closing(Store(pathlib.Path(str(folder)))) as store:
+            yield functools.partial(TinkerApi, policies, store)

@@ -13,11 +13,10 @@ import numpy as np
 from etils import epath
 from safetensors.numpy import load_file, save
 
-from dapo_jax.extras.serve.errors import RequestError, need
-from dapo_jax.extras.serve.fields import read_fields
+from dapo_jax.extras.serve.fields import RequestError, need, read_fields
 from dapo_jax.extras.tinker import requests
 from dapo_jax.extras.tinker.losses import LossBatch
-from dapo_jax.extras.tinker.messages import forward_backward_output
+from dapo_jax.extras.tinker.messages import pb
 from dapo_jax.extras.tinker.policies import ROW_TOKENS, Policies
 from dapo_jax.extras.tinker.store import CHANGES, Entry, Request, State, Store
 from dapo_jax.learner.batches import TrainState
@@ -119,9 +118,16 @@ def run_loss(learner: Learner, model: Model, request: requests.LossRequest) -> b
         gradient, outputs = learner.differentiate(params, batch, packed.microbatches)
         logprobs, loss = outputs.token_logprobs, outputs.means["loss"].total
         model.gradient = gradient if model.gradient is None else _add(model.gradient, gradient)
+    output = pb.ForwardBackwardOutput(loss_fn_output_type="ArrayRecord")
+    output.metrics["loss:sum"] = float(loss)
     values = packed.take(to_host(logprobs), request.data)
-    shapes = [datum.shape for datum in request.data]
-    return forward_backward_output(values, shapes, {"loss:sum": float(loss)})
+    for datum, part in zip(request.data, values, strict=True):
+        record = output.loss_fn_outputs.add(type_tag="ArrayRecord", num_datums=1)
+        tensor = record.fields["logprobs"]
+        tensor.data, tensor.dtype = part.astype(np.float32).tobytes(), pb.DTYPE_FLOAT32
+        tensor.offsets = np.array([0, len(tensor.data)], np.int64).tobytes()
+        tensor.trailing_shape.extend(datum.shape[1:])
+    return output.SerializeToString()
 
 
 def run_step(policies: Policies, model: Model, adam: requests.AdamParams) -> dict[str, float]:
@@ -142,7 +148,7 @@ def run_step(policies: Policies, model: Model, adam: requests.AdamParams) -> dic
 def save_model(path: pathlib.Path, model: Model) -> None:
     """Write parameters, optimizer state, and the gradient since the last step, durably."""
     tree = {"state": model.state, "gradient": model.gradient}
-    leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
     with replacing(epath.Path(path)) as file:
         file.write(save({jax.tree_util.keystr(at): to_host(leaf) for at, leaf in leaves}))
 
@@ -152,24 +158,24 @@ def load_model(
 ) -> Model:
     """Return a model as `save_model` wrote it, or only its parameters, with a new optimizer."""
     tensors = load_file(path)
+
+    def load(at: Any, leaf: Any) -> Any:
+        values = tensors.get(jax.tree_util.keystr(at))
+        return None if values is None else jax.device_put(values, leaf.sharding)
+
     abstract = {"state": learner.abstract_state, "gradient": learner.abstract_state.params}
-    leaves, structure = jax.tree_util.tree_flatten_with_path(abstract)
-    arrays = [
-        jax.device_put(tensors[name], leaf.sharding) if name in tensors else None
-        for name, leaf in ((jax.tree_util.keystr(at), leaf) for at, leaf in leaves)
-    ]
-    tree = jax.tree_util.tree_unflatten(structure, arrays)
+    tree = jax.tree_util.tree_map_with_path(load, abstract)
     if not optimizer:
         return Model(shape, learner.start(tree["state"].params))
-    has_gradient = any(name.startswith("['gradient']") for name in tensors)
-    return Model(shape, tree["state"], tree["gradient"] if has_gradient else None)
+    return Model(
+        shape, tree["state"], tree["gradient"] if jax.tree.leaves(tree["gradient"]) else None
+    )
 
 
 def save_policy(folder: pathlib.Path, policies: Policies, model: Model) -> None:
     """Write adapters in PEFT's format; without adapters, a model folder."""
-    decoder = policies.decoder_of(model.shape)
+    decoder, source = policies.decoder_of(model.shape), policies.config.model
     flat = flatten(model.state.params)
-    source = policies.config.model
 
     def read_param(path: str) -> Any:
         return to_host(flat[path])
@@ -181,10 +187,6 @@ def save_policy(folder: pathlib.Path, policies: Policies, model: Model) -> None:
         layers = policy_layers(list(flat), read_param, decoder, source)
         save_huggingface.save_weights(folder, layers, decoder)
         save_huggingface.save_settings_of(source, folder, "float32")
-
-
-def _answer(**fields: Any) -> Result:
-    return State.ANSWERED, json.dumps(fields).encode()
 
 
 def shape_of(entry: Entry) -> requests.ModelShape:
@@ -214,17 +216,16 @@ class Operations:
 
     def run(self, request: Request) -> None:
         """Run a request, and store its result."""
-        body = self._store.body(request.id)
-        if request.kind in CHECKPOINT_KINDS:
-            self._store.finish(request, *self._save_weights(request, requests.read_body(body)))
-            return
-        makes = request.kind in ("create_model", "load_weights")
-        model = None if makes else self._model(request.owner)
-        model, result = self._change(model, request, body)
+        model, result = self._apply(request, self._models.get(request.owner))
         self._store.finish(request, *result)
-        self._remember(request.owner, model)
+        self._models[request.owner] = model
+        self._models.move_to_end(request.owner)
         if model.unsaved >= SAVE_EVERY:
-            self._save(request.owner, model)
+            self._save(request.owner)
+        if len(self._models) > self._policies.config.tinker_models:
+            oldest = next(iter(self._models))
+            self._save(oldest)
+            self.discard(oldest)
 
     def discard(self, model_id: str) -> None:
         """Forget a model in memory; its files and requests have its state."""
@@ -232,43 +233,51 @@ class Operations:
 
     def close(self) -> None:
         """Write the models in memory."""
-        for model_id, model in self._models.items():
-            self._save(model_id, model)
+        for model_id in self._models:
+            self._save(model_id)
 
-    # --- models -----------------------------------------------------------------------------------
-
-    def _change(self, model: Model | None, request: Request, body: bytes) -> tuple[Model, Result]:
-        """Return a model after a request, and the result."""
-        policies = self._policies
-        if request.kind == "create_model":
-            model, result = self._create(request, requests.read_body(body))
-        elif request.kind == "load_weights":
-            model, result = self._load_weights(request, requests.read_body(body))
-        elif request.kind == "optim_step":
+    def _apply(self, request: Request, model: Model | None) -> tuple[Model, Result]:
+        """Return a model after a request, and the result; None: it is read from the disk."""
+        policies, kind = self._policies, request.kind
+        content = self._store.body(request)
+        if model is None and kind not in ("create_model", "load_weights"):
+            model = self._models[request.owner] = self._open(request.owner)
+        if kind in ("forward", "forward_backward"):
             model = present(model, "the model")
-            fields = requests.read_body(body, "adam_params").adam_params
-            adam = read_fields(requests.AdamParams, fields, "adam_params.")
-            result = _answer(metrics=run_step(policies, model, adam))
-        else:
-            model = present(model, "the model")
-            loss = requests.read_loss_request(body, policies.limits)
+            loss = requests.read_loss_request(content, policies.model)
             result = State.DONE, run_loss(policies.learner(model.shape), model, loss)
-        if request.kind in CHANGES:
+        else:
+            body, fields = read_fields(requests.Body, content), {"type": kind}
+            if kind == "create_model":
+                model = self._create(request, body)
+                fields |= {"model_id": request.owner}
+            elif kind == "load_weights":
+                model = self._load_weights(request, body)
+                fields |= {"path": body.path, "model_id": request.owner}
+            elif kind == "optim_step":
+                model = present(model, "the model")
+                fields |= {"metrics": run_step(policies, model, body.adam_params)}
+            else:
+                model = present(model, "the model")
+                fields |= self._save_weights(request, body, model)
+            result = State.ANSWERED, json.dumps(fields).encode()
+        if kind in CHANGES:
             model.done = request.number
             model.unsaved += 1
         return model, result
 
-    def _create(self, request: Request, body: requests.Body) -> tuple[Model, Result]:
-        policies = self._policies
-        lora = read_fields(requests.LoraConfig, body.lora_config, "lora_config.")
+    # --- models -----------------------------------------------------------------------------------
+
+    def _create(self, request: Request, body: requests.Body) -> Model:
+        policies, lora = self._policies, body.lora_config
         shape, seed = lora.shape(), lora.seed
         if seed is None:  # it depends on the number of the model in its session
             seed = policies.config.seed + int(request.owner.rpartition(":")[2])
         model = Model(shape, policies.learner(shape).start(policies.first_params(shape, seed)))
         self._put_model(request.owner, shape, body)
-        return model, _answer(model_id=request.owner, type=request.kind)
+        return model
 
-    def _load_weights(self, request: Request, body: requests.Body) -> tuple[Model, Result]:
+    def _load_weights(self, request: Request, body: requests.Body) -> Model:
         path = body.path
         shape = shape_of(find_checkpoint(self._store, path, "weights"))
         known = self._store.get("model", request.owner)
@@ -280,14 +289,15 @@ class Operations:
         save_model(self._store.model_file(request.owner, request.number), model)
         if known is None:
             self._put_model(request.owner, shape, body)
-        return model, _answer(path=path, model_id=request.owner, type=request.kind)
+        return model
 
     def _put_model(self, model_id: str, shape: requests.ModelShape, body: requests.Body) -> None:
         described = shape._asdict() | {"user_metadata": body.user_metadata}
-        self._store.put("model", model_id, "", described)
+        self._store.put("model", model_id, described)
 
-    def _save(self, model_id: str, model: Model) -> None:
+    def _save(self, model_id: str) -> None:
         """Write a model, and forget what made its state."""
+        model = self._models[model_id]
         if model.unsaved:
             path = self._store.model_file(model_id, model.done)
             save_model(path, model)
@@ -295,21 +305,6 @@ class Operations:
             for other in set(path.parent.glob("*.safetensors")) - {path}:
                 other.unlink()
             model.unsaved = 0
-
-    def _model(self, model_id: str) -> Model:
-        """Return a model, from memory or the disk."""
-        if model_id not in self._models:
-            self._remember(model_id, self._open(model_id))
-        return self._models[model_id]
-
-    def _remember(self, model_id: str, model: Model) -> None:
-        """Keep a model in memory, and write the least recently used one if there are too many."""
-        self._models[model_id] = model
-        self._models.move_to_end(model_id)
-        if len(self._models) > self._policies.config.tinker_models:
-            oldest = next(iter(self._models))
-            self._save(oldest, self._models[oldest])
-            del self._models[oldest]
 
     def _open(self, model_id: str) -> Model:
         """Read a model's file, and run the requests after it again."""
@@ -324,13 +319,13 @@ class Operations:
             model = load_model(path, self._policies.learner(shape), shape, optimizer=True)
             model.done = saved
         for request in self._store.changes(model_id, saved):
-            model, _ = self._change(model, request, self._store.body(request.id))
+            model, _ = self._apply(request, model)
         return present(model, "the model")
 
     # --- checkpoints ------------------------------------------------------------------------------
 
-    def _save_weights(self, request: Request, body: requests.Body) -> Result:
-        """Write a checkpoint: a state to load, or weights for sampling."""
+    def _save_weights(self, request: Request, body: requests.Body, model: Model) -> dict[str, Any]:
+        """Write a checkpoint: a state to load, or weights for sampling. Return the answer."""
         kind, name = CHECKPOINT_KINDS[request.kind], body.path
         fits = not name or requests.is_name(name) is not None
         need(fits, "path", name, "letters, digits, _, -, . or :")
@@ -339,7 +334,6 @@ class Operations:
         may_overwrite = kind == "weights" and body.overwrite
         fits = known is None or may_overwrite or known.fields["request"] == request.id
         need(fits, "path", name, "a new name; weights may also overwrite")
-        model = self._model(request.owner)
         folder = self._store.checkpoint_folder(path)
         folder.parent.mkdir(parents=True, exist_ok=True)
         with replace("path", str(folder), EXPORTED) as new:
@@ -356,17 +350,14 @@ class Operations:
             "size": sum(file.stat().st_size for file in folder.iterdir()),
             "user_metadata": body.user_metadata,
         }
-        self._store.put("checkpoint", path, request.owner, described)
+        self._store.put("checkpoint", path, described, request.owner)
         if name or "sampling_session_seq_id" not in body.model_fields_set:
-            return _answer(path=path, type=request.kind)
+            return {"path": path}
         number = body.sampling_session_seq_id
         sampler = f"{request.owner.partition(':')[0]}:sample:{number}"
-        self._store.put("sampler", sampler, "", {"path": path, "number": number})
-        self._remove_unnamed(request.owner)
-        return _answer(sampling_session_id=sampler, type=request.kind)
-
-    def _remove_unnamed(self, model_id: str) -> None:
-        """Remove all but the newest unnamed weights for sampling."""
-        entries = self._store.entries("checkpoint", model_id)
+        self._store.put("sampler", sampler, {"path": path, "number": number})
+        # Only the newest unnamed weights stay.
+        entries = self._store.entries("checkpoint", request.owner)
         for entry in [entry for entry in entries if not entry.fields["named"]][KEPT_UNNAMED:]:
             self._store.remove_checkpoint(entry.id)
+        return {"sampling_session_id": sampler}

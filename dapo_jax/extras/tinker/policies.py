@@ -13,9 +13,10 @@ from dapo_jax.extras.serve.logprobs import Scorer
 from dapo_jax.extras.serve.policy import open_folder, sampler_settings
 from dapo_jax.extras.serve.settings import ServeConfig
 from dapo_jax.extras.tinker.losses import loss_learner
-from dapo_jax.extras.tinker.requests import ATTENTION, AdamParams, Limits, ModelShape
+from dapo_jax.extras.tinker.requests import ATTENTION, AdamParams, ModelShape
 from dapo_jax.learner.update import Learner, apply_gradient, make_optimizer
 from dapo_jax.model import load_huggingface, peft_adapters
+from dapo_jax.model.decoder import DecoderConfig
 from dapo_jax.model.trainable import choose_trained, fresh_adapters
 from dapo_jax.rollout.engine import PolicyEngine
 from dapo_jax.rollout.engine_programs import EnginePrograms
@@ -40,29 +41,27 @@ class Policies:
     """
 
     def __init__(self, config: ServeConfig):
-        opened = open_folder(config, ROW_TOKENS)
-        self.config, self.mesh, self.decoder, self.tokenizer, served = opened
-        self.base = load_huggingface.load_params(
-            config.model, self.decoder, self.mesh, field="model", cast=True
-        )
-        longest, mapped = (
-            min(served.longest_prompt, served.context - 1),
-            config.tinker_stable_reinforce,
-        )
-        lengths = longest, served.max_response_tokens, served.context
-        self.limits = Limits(self.decoder.vocab, self.tokenizer.end_ids, *lengths, mapped)
-        if mapped:
+        self.model = model = open_folder(config, ROW_TOKENS)
+        self.config, self.mesh, self.decoder = model.config, model.mesh, model.decoder
+        self.base = self._read(config.model, self.decoder, cast=True)
+        if mapped := config.tinker_stable_reinforce:
             print_error(f"stable_reinforce has no published formula: it is computed as {mapped}")
         self._shared: Any = None  # decoding copy of the base model
         recent = functools.lru_cache(MAX_PROGRAMS)
         self.learner = recent(self._open_learner)
         self.optimizer_step = recent(self._compile_step)
         self.engine = recent(self._open_engine)
-        self.scorer = recent(lambda shape: Scorer(self.engine(shape).config, None))
+        self.scorer = recent(lambda shape: Scorer(self.engine(shape).config))
         self.decoding_weights = functools.lru_cache(MAX_WEIGHTS)(self._load)
 
-    def decoder_of(self, shape: ModelShape) -> Any:
+    def _read(self, folder: str, decoder: DecoderConfig, cast: bool) -> Any:
+        """Return the parameters in a model folder; `cast` to the type of the forward pass."""
+        return load_huggingface.load_params(folder, decoder, self.mesh, field="model", cast=cast)
+
+    def decoder_of(self, shape: ModelShape | None) -> DecoderConfig:
         """Return the decoder with the adapters of a model, if it has any."""
+        if shape is None:
+            return self.decoder
         lora = Lora(rank=shape.rank, alpha=ALPHA, targets=",".join(shape.targets or ATTENTION))
         return choose_trained(self.decoder, 0.0, lora)
 
@@ -75,7 +74,7 @@ class Policies:
         decoder = self.decoder_of(shape)
         if shape.rank:
             return fresh_adapters(decoder, self.mesh, seed % 2**32)
-        return load_huggingface.load_params(self.config.model, decoder, self.mesh, field="model")
+        return self._read(self.config.model, decoder, cast=False)
 
     def _compile_step(self, shape: ModelShape, adam: AdamParams) -> Callable[..., Any]:
         """Return the optimizer step: state, gradient, learning rate -> state, metrics.
@@ -91,21 +90,15 @@ class Policies:
 
     def _open_engine(self, shape: ModelShape | None) -> PolicyEngine:
         frozen = self.base if shape is None or shape.rank else None
-        settings = sampler_settings(self.config)
-        prompt = self.config.max_prompt_tokens
-        # Requests bring their end tokens. One shape of each program, so that a response does not
-        # depend on those beside it.
+        settings, prompt = sampler_settings(self.config), self.config.max_prompt_tokens
+        # One shape of each program, so that a response does not depend on those beside it.
         longest = prompt + settings.max_response_tokens
         settings = dataclasses.replace(
             settings, burst_tokens=BURST_TOKENS, first_window_tokens=longest
         )
-        engine = PolicyEngine(
-            self.decoder if shape is None else self.decoder_of(shape),
-            self.mesh,
-            settings,
-            max_prompt_tokens=prompt,
-            frozen=frozen,
-        )
+        # Requests bring their end tokens.
+        options: dict[str, Any] = {"max_prompt_tokens": prompt, "frozen": frozen}
+        engine = PolicyEngine(self.decoder_of(shape), self.mesh, settings, **options)
         if frozen is not None:
             weights = cast(EnginePrograms, engine.programs).weights
             self._shared = weights.frozen() if self._shared is None else self._shared
@@ -114,13 +107,11 @@ class Policies:
 
     def _load(self, shape: ModelShape | None, folder: str, created: float) -> Any:
         """Load a checkpoint's folder; one of the same name may be `created` again."""
-        engine = self.engine(shape)
-        if shape is None:
-            return engine.load_params({})
         decoder = self.decoder_of(shape)
-        if shape.rank:
-            return engine.load_params(peft_adapters.load_adapters(folder, decoder, self.mesh))
-        options: dict[str, Any] = {"field": "model", "cast": True}
-        return engine.load_params(
-            load_huggingface.load_params(folder, decoder, self.mesh, **options)
-        )
+        if shape is None:
+            params = {}
+        elif shape.rank:
+            params = peft_adapters.load_adapters(folder, decoder, self.mesh)
+        else:
+            params = self._read(folder, decoder, cast=True)
+        return self.engine(shape).load_params(params)

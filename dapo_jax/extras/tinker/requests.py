@@ -11,17 +11,18 @@ from google.protobuf.message import DecodeError
 from pydantic import BeforeValidator, ConfigDict, Field
 from scipy.sparse import csr_array  # a dependency of jax
 
-from dapo_jax.extras.serve.errors import RequestError, need
-from dapo_jax.extras.serve.fields import Fields, must, read_fields
+from dapo_jax.extras.serve.fields import Fields, RequestError, must, need, read_fields
+from dapo_jax.extras.serve.policy import ServedModel
 from dapo_jax.extras.serve.requests import Likeliest, Seed, Temperature, TopP
 from dapo_jax.extras.tinker.losses import CLIP_HIGH, CLIP_LOW, CROSS_ENTROPY, OPTIONS
-from dapo_jax.extras.tinker.messages import FLOAT32, INT64, MESSAGES
+from dapo_jax.extras.tinker.messages import pb
 
 MAX_COLUMNS = 1024  # targets of a position
 MAX_TARGETS = 1 << 24  # of a request
 MAX_STOPS = 16
 ATTENTION, MLP = ("query", "key", "value", "out"), ("gate", "up", "down")
-DTYPES = {FLOAT32: np.dtype("<f4"), INT64: np.dtype("<i8")}
+INT64 = np.dtype("<i8")
+DTYPES = {pb.DTYPE_FLOAT32: np.dtype("<f4"), pb.DTYPE_INT64: INT64}
 
 # Identifiers are also names of files.
 is_name = re.compile(r"\w[\w.:-]{0,199}", re.ASCII).fullmatch
@@ -40,8 +41,8 @@ class OpenFields(Fields):
     model_config = ConfigDict(extra="ignore")
 
 
-class Body(OpenFields):
-    """Fields of all requests in JSON; objects among them are read when the request runs."""
+class Head(OpenFields):
+    """Fields of all requests in JSON that are read when they arrive."""
 
     sdk_version: Text = ""
     base_model: Text = ""
@@ -55,12 +56,12 @@ class Body(OpenFields):
     seq_id: Count = 0
     model_seq_id: Count = 0
     sampling_session_seq_id: Count = 0
-    lora_config: dict[str, Any] = {"rank": 0}  # all parameters
+    lora_config: Any = None
+    adam_params: Any = None
+    prompt: Any = None
+    sampling_params: Any = None
     optimizer_config: Annotated[Any, must({"type": "adamw"}.__eq__, "of type 'adamw'")] = None
     user_metadata: dict[str, Any] | None = None
-    adam_params: dict[str, Any] = {}
-    prompt: dict[str, Any] = {}
-    sampling_params: dict[str, Any] = {}
     optimizer: bool = False
     overwrite: bool = False
     prompt_logprobs: bool = False
@@ -76,16 +77,7 @@ class Body(OpenFields):
     topk_sample_logprobs: Unserved = None
 
 
-def read_body(content: bytes, *required: str) -> Body:
-    """Return the fields of a body. Raise `RequestError` if one is wrong or missing."""
-    body = read_fields(Body, content)
-    for name in required:
-        if name not in body.model_fields_set:
-            raise RequestError(f"{name} is missing", name)
-    return body
-
-
-# --- models ---------------------------------------------------------------------------------------
+# --- objects in requests --------------------------------------------------------------------------
 
 
 class ModelShape(NamedTuple):
@@ -120,9 +112,6 @@ class AdamParams(OpenFields):
     eps: Annotated[float, Field(ge=0, le=1)] = 1e-12
     weight_decay: Magnitude = 0.0
     grad_clip_norm: Annotated[float, Field(ge=-1e15, le=1e15)] = 0.0  # 0 or less: not clipped
-
-
-# --- sampling -------------------------------------------------------------------------------------
 
 
 def _is_stop(stop: Any) -> bool:
@@ -160,18 +149,25 @@ class ModelInput(OpenFields):
     chunks: list[Chunk]
 
 
+class Body(Head):
+    """Fields of all requests in JSON, with the objects that are read when a request runs."""
+
+    lora_config: LoraConfig = LoraConfig(rank=0)  # all parameters
+    adam_params: AdamParams = AdamParams()
+    prompt: ModelInput = ModelInput(chunks=[])
+    sampling_params: SamplingParams = SamplingParams()
+
+
+def read_head(content: bytes, *required: str) -> Head:
+    """Return the fields of a request that arrives. Raise `RequestError` if one is missing."""
+    head = read_fields(Head, content)
+    for name in required:
+        if name not in head.model_fields_set:
+            raise RequestError(f"{name} is missing", name)
+    return head
+
+
 # --- training -------------------------------------------------------------------------------------
-
-
-class Limits(NamedTuple):
-    """Vocabulary, end tokens, and maximum tokens of a prompt, a response, and both together."""
-
-    vocab: int
-    end_ids: tuple[int, ...]
-    longest_prompt: int
-    max_response_tokens: int
-    context: int
-    stable_reinforce: str = ""  # the loss that is computed for it
 
 
 @dataclasses.dataclass(frozen=True)
@@ -194,29 +190,29 @@ class LossRequest(NamedTuple):
 def parse_loss_message(body: bytes) -> Any:
     """Return the binary message of a `forward_backward`."""
     try:
-        return MESSAGES["ForwardBackwardRequest"].FromString(body)
+        return pb.ForwardBackwardRequest.FromString(body)
     except DecodeError as error:
         raise RequestError(f"the body is no ForwardBackwardRequest: {error}") from None
 
 
-def read_loss_request(body: bytes, limits: Limits) -> LossRequest:
+def read_loss_request(body: bytes, model: ServedModel) -> LossRequest:
     """Return a validated request."""
     message = parse_loss_message(body)
     loss = message.loss_fn
     if loss == "stable_reinforce":
-        loss = limits.stable_reinforce or loss
+        loss = model.config.tinker_stable_reinforce or loss
     need(loss in OPTIONS, "loss_fn", loss, f"one of {', '.join(OPTIONS)}")
     options = dict(OPTIONS[loss])
-    for option in message.loss_fn_config_v2:
-        field, value = f"loss_fn_config.{option.key}", option.value.text or option.value.number
+    for name, sent in message.loss_fn_config_v2.items():
+        field, value = f"loss_fn_config.{name}", sent.text or sent.number
         allowed = f"left out: {loss} takes {', '.join(options) or 'nothing'}"
-        need(option.key in options, field, value, allowed)
+        need(name in options, field, value, allowed)
         fits = isinstance(value, float) and 0 <= value < math.inf
         need(fits, field, value, "a number from 0")
-        options[option.key] = value
+        options[name] = value
     need(len(message.data) > 0, "data", [], "one or more data")
     data = [
-        _read_datum(datum, f"data[{index}]", loss, options, limits)
+        _read_datum(datum, f"data[{index}]", loss, options, model)
         for index, datum in enumerate(message.data)
     ]
     widest = max(datum.inputs["weights"].shape[1] for datum in data)
@@ -227,31 +223,32 @@ def read_loss_request(body: bytes, limits: Limits) -> LossRequest:
 
 
 def _read_datum(
-    message: Any, name: str, loss: str, options: dict[str, float], limits: Limits
+    message: Any, name: str, loss: str, options: dict[str, float], model: ServedModel
 ) -> Datum:
     """Return a validated datum, with the defaults of inputs that were not sent."""
-    parts, field = [np.zeros(0, np.int32)], f"{name}.model_input"
+    field = f"{name}.model_input"
     for chunk in message.model_input:
-        kind = "an image" if chunk.image else "another chunk"
-        need(chunk.HasField("encoded_text"), field, kind, "tokens: this server reads text only")
-        parts.append(_array(chunk.encoded_text.tokens, np.dtype("<i4"), field))
-    tokens = check_tokens(np.concatenate(parts), field, limits.vocab, limits.context)
+        kind = chunk.WhichOneof("chunk")
+        need(kind == "encoded_text", field, kind, "encoded_text: this server reads text only")
+    sent = b"".join(chunk.encoded_text.tokens for chunk in message.model_input)
+    tokens = _array(sent, np.dtype("<i4"), field)
+    model.check_tokens(field, tokens.tolist(), model.context)
     needed, optional = ("target_tokens",), ("weights",)
     if loss != CROSS_ENTROPY:
         needed += ("logprobs", "advantages", *["sequence_ratio_mask"] * (loss == "gspo"))
         optional = tuple(name for name in options if name in (CLIP_LOW, CLIP_HIGH))
     name = f"{name}.loss_fn_inputs"
     arrays = {}
-    for item in message.loss_fn_inputs:
+    for key, tensor in message.loss_fn_inputs.items():
         allowed = f"left out: {loss} takes {', '.join(needed + optional)}"
-        need(item.key in needed + optional, f"{name}.{item.key}", "...", allowed)
-        arrays[item.key] = _read_tensor(item.value, f"{name}.{item.key}", len(tokens))
+        need(key in needed + optional, f"{name}.{key}", "...", allowed)
+        arrays[key] = _read_tensor(tensor, f"{name}.{key}", len(tokens))
     for key in needed:
         if key not in arrays:
             raise RequestError(f"{name}.{key} is missing", key)
-    targets, field = arrays["target_tokens"], f"{name}.target_tokens"
-    fits = targets.dtype.kind == "i" and not _outside(targets, limits.vocab)
-    need(fits, field, "...", f"whole numbers from 0 to {limits.vocab - 1}")
+    targets, field, vocab = arrays["target_tokens"], f"{name}.target_tokens", model.decoder.vocab
+    fits = targets.dtype.kind == "i" and bool(((targets >= 0) & (targets < vocab)).all())
+    need(fits, field, "...", f"whole numbers from 0 to {vocab - 1}")
     fits = targets.ndim == 1 or loss == CROSS_ENTROPY
     need(fits, field, targets.shape, f"of shape ({len(targets)},) with {loss}")
     for key, array in arrays.items():
@@ -264,20 +261,6 @@ def _read_datum(
     }
     ids = targets.astype(np.int32).reshape(len(tokens), -1)
     return Datum(tokens, inputs | {"target_tokens": ids}, targets.shape)
-
-
-def _outside(tokens: np.ndarray, vocab: int) -> bool:
-    return bool(((tokens < 0) | (tokens >= vocab)).any())
-
-
-def check_tokens(tokens: np.ndarray, field: str, vocab: int, max_tokens: int) -> np.ndarray:
-    """Return tokens of the vocabulary. Raise `RequestError` for others, too many, or none."""
-    if not 0 < len(tokens) <= max_tokens:
-        raise RequestError(f"{field} has {len(tokens)} tokens: must have 1 to {max_tokens}", field)
-    if _outside(tokens, vocab):
-        wrong = tokens[(tokens < 0) | (tokens >= vocab)][0]
-        raise RequestError(f"{field} has token {wrong}: must be from 0 to {vocab - 1}", field)
-    return tokens
 
 
 def _array(data: bytes, dtype: np.dtype, field: str) -> np.ndarray:
@@ -301,9 +284,7 @@ def _read_tensor(message: Any, field: str, rows: int) -> np.ndarray:
         allowed = f"as many as its shape {shape} has"
         need(len(values) == math.prod(shape), field, f"{len(values)} numbers", allowed)
         return values.reshape(shape)
-    columns, starts = (
-        _array(part, DTYPES[INT64], field) for part in (csr.col_indices, csr.crow_indices)
-    )
+    columns, starts = (_array(x, INT64, field) for x in (csr.col_indices, csr.crow_indices))
     try:
         matrix = csr_array((values, columns, starts), shape=shape)
         matrix.check_format(full_check=True)

@@ -3,124 +3,172 @@
 import dataclasses
 import hashlib
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from dapo_jax.data.prompts.tokenizer import Tokenizer
-from dapo_jax.extras.serve.errors import need
-from dapo_jax.extras.serve.fields import read_fields
-from dapo_jax.extras.serve.logprobs import Scorer
-from dapo_jax.extras.tinker.messages import MESSAGES, STOPPED, TRUNCATED, topk_logprobs
-from dapo_jax.extras.tinker.requests import (
-    Limits,
-    ModelInput,
-    ModelShape,
-    SamplingParams,
-    check_tokens,
-    read_body,
-)
-from dapo_jax.extras.tinker.store import Request
-from dapo_jax.rollout.engine import PolicyEngine
+from dapo_jax.extras.serve.fields import RequestError, read_fields
+from dapo_jax.extras.tinker.messages import pb
+from dapo_jax.extras.tinker.models import find_checkpoint, shape_of
+from dapo_jax.extras.tinker.policies import Policies
+from dapo_jax.extras.tinker.requests import Body, ModelShape
+from dapo_jax.extras.tinker.store import Request, Store
 from dapo_jax.rollout.sampling import SAMPLE_BY_SEED
 from dapo_jax.rollout.scheduler import Scheduler
-from dapo_jax.types.structs import Completion, Prompt, RolloutKey, SamplingRule, Stop
+from dapo_jax.types.structs import Completion, Prompt, RolloutKey, SamplingRule, Stop, present
+
+MASKED_LOGPROB = -99_999.0  # with token 0: no likeliest token at this position
 
 
 class Weights(NamedTuple):
     """Weights that requests sample from: a checkpoint's path, empty for the base model."""
 
     path: str
-    shape: ModelShape | None
+    shape: ModelShape | None = None
     created: float = 0.0
 
 
 @dataclasses.dataclass(eq=False)
-class SampleJob:
-    """A validated request to sample, and its progress."""
+class Job:
+    """A validated request to sample."""
 
     stored: Request
     weights: Weights
-    prompt: np.ndarray  # [n] int32
-    samples: int
+    body: Body
+    prompt: list[int]
     budget: int  # maximum tokens of a response
-    rule: SamplingRule
     seed: int
-    stop: Stop
-    likeliest: int | None  # per prompt token; None: no log-probs of the prompt
-    scored: int  # number of last prompt tokens that have log-probs
-    running: Any = None  # the scheduler's request, once it is submitted
+
+    def submit(self, scheduler: Scheduler, end_ids: Sequence[int]) -> Any:
+        """Return the request to the scheduler."""
+        params = self.body.sampling_params
+        stops = params.stop or []
+        texts = tuple(stop for stop in stops if isinstance(stop, str))
+        ids = tuple(stop for stop in stops if not isinstance(stop, str))
+        stop = Stop(texts, ids if params.stop == [] else (*end_ids, *ids))
+        rule = SamplingRule(params.temperature, params.top_p, max(0, params.top_k))
+        prompt = Prompt(0, self.stored.id, "", np.array(self.prompt, np.int32), "", "")
+        options = self.body.num_samples, rule, self.budget, stop
+        return scheduler.submit(prompt, *options, seed=self.seed)
 
 
-def read_job(
-    stored: Request, weights: Weights, content: bytes, key: str, limits: Limits
-) -> SampleJob:
-    """Return the job of a valid body. Without a seed in it, the seed is a hash of `key`."""
-    body = read_body(content)
-    chunks = read_fields(ModelInput, body.prompt, "prompt.").chunks
-    tokens = np.array([token for chunk in chunks for token in chunk.tokens], np.int32)
-    prompt = check_tokens(tokens, "prompt", limits.vocab, limits.longest_prompt)
-    params = read_fields(SamplingParams, body.sampling_params, "sampling_params.")
-    longest = min(limits.max_response_tokens, limits.context - len(prompt))
-    budget = params.max_tokens or longest
-    need(budget <= longest, "sampling_params.max_tokens", budget, f"at most {longest}")
-    stops = params.stop or []
-    ends = () if params.stop == [] else limits.end_ids
-    texts = tuple(stop for stop in stops if isinstance(stop, str))
-    ids = (*ends, *(stop for stop in stops if not isinstance(stop, str)))
-    seed = int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "big")
-    scores_prompt = body.topk_prompt_logprobs or body.prompt_logprobs
-    return SampleJob(
-        stored,
-        weights,
-        prompt,
-        body.num_samples,
-        budget,
-        SamplingRule(params.temperature, params.top_p, max(0, params.top_k)),
-        seed if params.seed is None else params.seed,
-        Stop(texts, ids),
-        body.topk_prompt_logprobs if scores_prompt else None,
-        body.prompt_logprobs_last_n or len(prompt),
-    )
-
-
+@dataclasses.dataclass
 class Decoding:
-    """Slots that decode responses with one set of weights; `params` are laid out for decoding."""
+    """Slots that decode responses with one set of weights, laid out for decoding."""
 
-    def __init__(self, weights: Weights, engine: PolicyEngine, params: Any, tokenizer: Tokenizer):
-        self.weights = weights
-        self.params = params
-        self._scheduler = Scheduler(engine, tokenizer, seed=0)
+    weights: Weights
+    params: Any
+    scheduler: Scheduler
+    began: float
+    running: dict[Any, Job] = dataclasses.field(default_factory=dict)  # by scheduler's request
+
+
+class Sampling:
+    """Samples for stored requests; `end` is called with the response to each, or its error.
+
+    Requests of the same weights decode together. Later ones join unless others wait.
+    """
+
+    def __init__(
+        self, policies: Policies, store: Store, end: Callable[[Request, bytes | Exception], None]
+    ):
+        self._policies, self._store, self._end = policies, store, end
+        self._jobs: dict[str, Job] = {}  # by request, in order of arrival
+        self._decoding: Decoding | None = None
+
+    def turn(self, pending: Sequence[Request]) -> bool:
+        """Run a burst; return False if nothing waits."""
+        for request in pending:
+            if request.id not in self._jobs:
+                try:
+                    self._jobs[request.id] = self._read(request)
+                except RequestError as error:
+                    self._end(request, error)
+        if not self._jobs:
+            return False
+        weights = (self._decoding or next(iter(self._jobs.values()))).weights
+        try:
+            self._burst(weights)
+        except Exception as error:
+            self._decoding = None
+            for job in [job for job in self._jobs.values() if job.weights == weights]:
+                self._close(job, error)
+        return True
+
+    def _read(self, request: Request) -> Job:
+        """Read a request to sample, and find its weights."""
+        model, body = self._policies.model, read_fields(Body, self._store.body(request))
+        sampler = present(self._store.get("sampler", request.owner), "the sampling session")
+        weights = Weights(sampler.fields["path"])
+        if weights.path:
+            entry = find_checkpoint(self._store, weights.path, "sampler_weights")
+            weights = Weights(weights.path, shape_of(entry), entry.created)
+        prompt = [token for chunk in body.prompt.chunks for token in chunk.tokens]
+        model.check_tokens("prompt", prompt, model.config.max_prompt_tokens)
+        params, seed = body.sampling_params, body.sampling_params.seed
+        budget = model.budget("sampling_params.max_tokens", params.max_tokens, len(prompt))
+        if seed is None:
+            # Not of the session's name: the same calls in another session draw the same.
+            key = f"{model.config.seed} {sampler.fields['number']} {request.number}"
+            seed = int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "big")
+        return Job(request, weights, body, prompt, budget, seed)
+
+    def _burst(self, weights: Weights) -> None:
+        """Decode a few tokens of all requests with these weights."""
+        decoding = self._decoding = self._decoding or self._open(weights)
+        running = set(decoding.running.values())
+        others_wait = any(job.weights != weights for job in self._jobs.values())
+        for job in self._jobs.values():
+            is_late = others_wait and job.stored.arrived > decoding.began
+            if job.weights == weights and job not in running and not is_late:
+                request = job.submit(decoding.scheduler, self._policies.model.tokenizer.end_ids)
+                decoding.running[request] = job
+        for request, responses in decoding.scheduler.step():
+            job = decoding.running.pop(request)
+            self._close(job, self._render(job, responses, decoding))
+        if not decoding.running:
+            self._decoding = None  # frees its caches
+
+    def _open(self, weights: Weights) -> Decoding:
+        policies, shape = self._policies, weights.shape
+        folder = str(self._store.checkpoint_folder(weights.path)) if weights.path else ""
+        params = policies.decoding_weights(shape, folder, weights.created)
+        scheduler = Scheduler(policies.engine(shape), policies.model.tokenizer, seed=0)
         key = RolloutKey(SAMPLE_BY_SEED)
-        self._scheduler.open(params, key, SamplingRule(), rule_per_slot=True)
-        self.began = time.time()
+        scheduler.open(params, key, SamplingRule(), rule_per_slot=True)
+        return Decoding(weights, params, scheduler, time.time())
 
-    def burst(self, jobs: Sequence[SampleJob]) -> list[tuple[SampleJob, tuple[Completion, ...]]]:
-        """Decode a few tokens of every job; return those that this finished, with responses."""
-        for job in (job for job in jobs if job.running is None):
-            prompt = Prompt(0, job.stored.id, "", job.prompt, "", "")
-            options = job.rule, job.budget, job.stop
-            job.running = self._scheduler.submit(prompt, job.samples, *options, seed=job.seed)
-        finished = dict(self._scheduler.step())
-        return [(job, finished[job.running]) for job in jobs if job.running in finished]
+    def _close(self, job: Job, result: bytes | Exception) -> None:
+        del self._jobs[job.stored.id]
+        self._end(job.stored, result)
+
+    def _render(self, job: Job, responses: Sequence[Completion], decoding: Decoding) -> bytes:
+        """Return the response to a finished job, with the log-probs that it asked for."""
+        body, message = job.body, pb.SampleResponse()
+        reasons = pb.STOP_REASON_STOP, pb.STOP_REASON_LENGTH
+        for response in responses:
+            message.sequences.add(
+                stop_reason=reasons[response.truncated],
+                tokens=response.tokens.astype(np.int32).tobytes(),
+                logprobs=response.sampler_logprobs.astype(np.float32).tobytes(),
+            )
+        if body.prompt_logprobs or body.topk_prompt_logprobs:
+            scorer, count = self._policies.scorer(decoding.weights.shape), body.topk_prompt_logprobs
+            scores = scorer.score(decoding.params, job.prompt, count)
+            first = max(1, len(scores) - (body.prompt_logprobs_last_n or len(scores)))
+            values = [np.nan if at < first else score.logprob for at, score in enumerate(scores)]
+            message.prompt_logprobs = np.array(values, np.float32).tobytes()
+            if count:
+                rows = [[] if at < first else score.likeliest for at, score in enumerate(scores)]
+                message.topk_prompt_logprobs.CopyFrom(topk_logprobs(rows, count))
+        return message.SerializeToString()
 
 
-def render(job: SampleJob, responses: Sequence[Completion], scorer: Scorer, params: Any) -> bytes:
-    """Return the response to a finished job, with the log-probs that it asked for."""
-    message = MESSAGES["SampleResponse"]()
-    for response in responses:
-        message.sequences.add(
-            stop_reason=TRUNCATED if response.truncated else STOPPED,
-            tokens=response.tokens.astype(np.int32).tobytes(),
-            logprobs=response.sampler_logprobs.astype(np.float32).tobytes(),
-        )
-    if job.likeliest is not None:
-        scores = scorer.score(job.prompt.tolist(), job.likeliest, params)
-        first = max(1, len(scores) - job.scored)
-        values = [np.nan if at < first else score.logprob for at, score in enumerate(scores)]
-        message.prompt_logprobs = np.array(values, np.float32).tobytes()
-        if job.likeliest:
-            rows = [[] if at < first else score.likeliest for at, score in enumerate(scores)]
-            message.topk_prompt_logprobs.CopyFrom(topk_logprobs(rows, job.likeliest))
-    return message.SerializeToString()
+def topk_logprobs(rows: Sequence[Sequence[tuple[int, float]]], k: int) -> Any:
+    """Return the likeliest tokens at each position; an empty row is masked."""
+    masked = [(0, MASKED_LOGPROB)] * k
+    pairs = np.array([[*row, *masked][:k] for row in rows])
+    tokens, logprobs = pairs[..., 0].astype(np.int32), pairs[..., 1].astype(np.float32)
+    arrays = {"token_ids": tokens.tobytes(), "logprobs": logprobs.tobytes()}
+    return pb.TopkLogprobs(**arrays, k=k, length=len(rows))
