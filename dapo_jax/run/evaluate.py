@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import functools
 import json
+import os
 import pathlib
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -16,11 +17,11 @@ from dapo_jax.config.settings import changed, leaves, rules, with_values
 from dapo_jax.data.prompts.templates import open_template, open_text
 from dapo_jax.model import load_huggingface, peft_adapters
 from dapo_jax.reporting.console import Progress
-from dapo_jax.reporting.scores import Response, wilson
+from dapo_jax.reporting.scores import Report, Response, wilson
 from dapo_jax.reporting.sinks import response_line, stamp, write_responses
-from dapo_jax.run.build import Components, build
+from dapo_jax.run.build import Components, build, open_console
 from dapo_jax.run.export import newest_export
-from dapo_jax.run.heldout import check_scored, heldout_metrics, report_on, sample_responses
+from dapo_jax.run.heldout import sample_missing, score_responses
 from dapo_jax.run.identity import (
     check_data,
     check_frozen,
@@ -35,15 +36,10 @@ from dapo_jax.runtime.signals import Signals
 from dapo_jax.runtime.storage.jsonl import AppendFile, read_object
 from dapo_jax.runtime.storage.models import model_path
 from dapo_jax.runtime.storage.output_folder import EVALUATION, RUN, claim
-from dapo_jax.runtime.storage.paths import Folder
+from dapo_jax.runtime.storage.paths import Folder, folder_at, is_remote
 from dapo_jax.runtime.storage.retries import Storage, reason, write_text
 from dapo_jax.types.errors import ConfigError, require
-from dapo_jax.types.structs import (
-    Interrupted,
-    Prompt,
-    SamplingRule,
-    digest_json,
-)
+from dapo_jax.types.structs import Interrupted, Prompt, digest_json
 
 FIELDS = {field.name: field.default for field in dataclasses.fields(Response)}
 REQUIRED_FIELDS = {name for name, default in FIELDS.items() if default is dataclasses.MISSING}
@@ -52,26 +48,28 @@ REQUIRED_FIELDS = {name for name, default in FIELDS.items() if default is datacl
 class ResponseFile:
     """Response file of an evaluation: JSON lines, so that no response is sampled twice.
 
-    `responses` are old and new ones by (position in the problem file, sample).
+    `responses` are old and new ones by (position in the problem file, sample); they stay in memory
+    without a `path`.
 
     Raises `ConfigError` that names every setting that differs from those of the folder.
     """
 
     def __init__(
         self,
-        folder: Folder | None,  # None on all processes but the first: responses in memory only
+        folder: Folder | None,  # None: nothing is read or written
         settings: dict[str, Any],  # values, by name, that determine the responses
         stamp: dict[str, Any],  # fields of every line
         storage: Storage | None = None,
+        is_writable: bool = True,  # else old responses are read
     ):
         self._stamp = stamp
         self._storage = storage or Storage()
         self.responses: dict[tuple[int, int], Response] = {}
-        self.path = None if folder is None else folder / "responses.jsonl"
+        self.path = None
         if folder is None:
             return
         try:
-            self._open(folder, settings)
+            self._read(folder, settings, is_writable)
         except ConfigError:
             raise
         except (OSError, ValueError) as error:
@@ -79,8 +77,12 @@ class ResponseFile:
                 f"the evaluation in {str(folder)!r} can't resume: {reason(error)}; choose another "
                 "folder by --out, or remove that one"
             ) from None
+        if is_writable:
+            self.path = folder / "responses.jsonl"
+            self._lines = AppendFile(self.path)
+            self.tidy()
 
-    def _open(self, folder: Folder, settings: dict[str, Any]) -> None:
+    def _read(self, folder: Folder, settings: dict[str, Any], is_writable: bool) -> None:
         settings_path, path = folder / "settings.json", folder / "responses.jsonl"
         if settings_path.exists():
             saved = json.loads(settings_path.read_text())
@@ -94,7 +96,7 @@ class ResponseFile:
                     f"the evaluation in {str(folder)!r} can't resume with other settings; choose "
                     "another folder by --out:\n  " + "\n  ".join(changed)
                 )
-        else:
+        elif is_writable:
             folder.mkdir(parents=True, exist_ok=True)
             write_text(settings_path, json.dumps(settings, indent=2))
         broken = 0
@@ -110,12 +112,9 @@ class ResponseFile:
             self._storage.warn(
                 f"{broken} lines of {path} are not responses: they are sampled again"
             )
-        self._lines = AppendFile(path)
-        self.tidy()
 
     def append(self, response: Response) -> None:
         """Add a line: on disk when this returns, on an object store soon."""
-        self.responses[response.index, response.sample] = response
         if self.path is not None:
             self._lines.add(response_line(response, self._stamp))
             write = functools.partial(self._lines.write, rarely=True)
@@ -196,16 +195,20 @@ def open_policy(
 
 
 def claim_folder(
-    config: Config, checkpoints: Checkpoints | None, stack: contextlib.ExitStack
-) -> Folder:
+    config: Config,
+    checkpoints: Checkpoints | None,
+    stack: contextlib.ExitStack,
+    warn: Callable[[str], None],
+) -> tuple[Folder, bool]:
     """Return the folder of responses and report, locked until the stack is closed.
 
     Below run_dir its name contains the settings that are varied most often; a run may be writing
-    there. Raises `ConfigError` if it must not be written.
+    there. If run_dir is read-only, the folder may not exist; the second value is then False, after
+    a warning. Raises `ConfigError` if the folder must not be written.
     """
     data, evaluation = config.data, config.evaluation
     if evaluation.out:
-        return stack.enter_context(claim("evaluation.out", evaluation.out, EVALUATION))
+        return stack.enter_context(claim("evaluation.out", evaluation.out, EVALUATION)), True
     model = model_path(config.model.folder).absolute().name
     name = [f"step_{checkpoints.latest_step()}" if checkpoints else model]
     name += [pathlib.Path(data.heldout_source or data.source).stem]
@@ -215,38 +218,14 @@ def claim_folder(
     name += [f"template-{own}" if own else data.template] if data.template != "none" else []
     name += [f"T{evaluation.temperature:g}", f"p{evaluation.top_p:g}"]
     below = f"evaluations/{'_'.join(name)}"
+    if checkpoints and not is_remote(config.run_dir) and not os.access(config.run_dir, os.W_OK):
+        warn(
+            f"config.run_dir = {config.run_dir!r} is read-only: the responses and the report are "
+            "not written; --out=FOLDER keeps them"
+        )
+        return folder_at(config.run_dir, below), False
     stack.enter_context(claim("run_dir", config.run_dir, RUN, exclusive=False))
-    return stack.enter_context(claim("run_dir", config.run_dir, EVALUATION, below))
-
-
-def sample_missing(
-    file: ResponseFile,
-    params: Any,
-    prompts: list[Prompt],
-    components: Components,
-    interrupted: Callable[[], bool],
-) -> list[Response]:
-    """Return k responses to each prompt: those in `file`, and new ones that are added to it.
-
-    Only the first process returns responses of an earlier start. Raises `Interrupted`.
-    """
-    progress, settings = components.progress, components.config.evaluation
-    rule = SamplingRule(settings.temperature, settings.top_p)
-    saved = processes.broadcast_from_host0(lambda: list(file.responses), "saved responses")
-    known = {tuple(key) for key in saved}
-    numbers = range(settings.samples_per_problem)
-    keys = [(prompt.index, j) for prompt in prompts for j in numbers]
-    missing = [(p, [j for j in numbers if (p.index, j) not in known]) for p in prompts]
-    wanted = [(prompt, samples) for prompt, samples in missing if samples]
-    if done := sum(key in known for key in keys):
-        path = escape(str(file.path))
-        progress.say(f"{done} of {len(keys)} responses are there already, in {path}")
-    with progress.evaluating(done, len(keys)) as show:
-        for response in sample_responses(components, params, wanted, rule, interrupted):
-            file.append(response)
-            show(response)
-    file.tidy()
-    return [file.responses[key] for key in keys if key in file.responses]
+    return stack.enter_context(claim("run_dir", config.run_dir, EVALUATION, below)), True
 
 
 def evaluate(
@@ -266,10 +245,11 @@ def evaluate(
             folder = newest_export(config.model.folder, "model.folder")
             config = with_values(config, "model", folder=folder)
         checkpoints = open_checkpoints(config, from_folder, stack)
-        folder = claim_folder(config, checkpoints, stack)
-        components = build(config, training=False, should_abort=signals.received_locally)
+        progress = open_console(config)
+        storage = Storage(lambda text: progress.warn(escape(text)))
+        folder, is_writable = claim_folder(config, checkpoints, stack, storage.warn)
+        components = build(config, progress, training=False, should_abort=signals.received_locally)
         stack.callback(components.close)
-        progress = components.progress
         stack.enter_context(progress.compilation())
         with progress.working("loading the policy"):
             policy, params = open_policy(config, components, checkpoints)
@@ -282,25 +262,27 @@ def evaluate(
             progress.warn("temperature 0 samples the same response k times; --k=1 is enough")
         fields = stamp(config, policy)
         deciding = deciding_settings(config, checkpoints, prompts)
-        storage = Storage(lambda text: progress.warn(escape(text)))
         if checkpoints is not None:
             digests = components.prompts.digests
             warn_about_heldout(config, checkpoints.record(), digests, storage.warn)
         own_folder = folder if processes.is_first() else None
-        file = ResponseFile(own_folder, deciding, fields, storage)
+        file = ResponseFile(own_folder, deciding, fields, storage, is_writable)
         try:
-            responses = sample_missing(file, params, prompts, components, signals)
+            work = components, params, prompts, signals, file.responses
+            responses = sample_missing(*work, file.append)
         except Interrupted:
             signals()  # each process learns which signal another one received
-            progress.say(
-                f"stopped by {signals.received} with {len(file.responses)} responses in "
-                f"{escape(str(folder))}. The same command resumes from there"
-            )
+            count, place = len(file.responses), escape(str(folder))
+            saved = f"in {place}. The same command resumes from there"
+            told = saved if is_writable else "that were not written"
+            progress.say(f"stopped by {signals.received} with {count} responses {told}")
             return None
-        check_scored(responses)
-        return processes.broadcast_from_host0(
-            lambda: write_report(responses, fields, folder, components, storage), "the report"
-        )
+        file.tidy()
+
+        def publish(report: Report) -> dict[str, Any]:
+            return write_report(report, responses, fields, components, storage, file.path)
+
+        return score_responses(responses, config, publish)
 
 
 def rate_problems(responses: Iterable[Response]) -> str:
@@ -321,25 +303,27 @@ def rate_problems(responses: Iterable[Response]) -> str:
 
 
 def write_report(
+    report: Report,
     responses: list[Response],
     fields: dict[str, Any],
-    folder: Folder,
     components: Components,
     storage: Storage,
+    path: Folder | None,
 ) -> dict[str, Any]:
-    """Write and print the report; return its main scores by name."""
+    """Print the report and write it beside `path`, the responses; return what it is of."""
     config = components.config
-    report = report_on(responses, config)
     fields = fields | {"data": config.data.heldout_source or config.data.source}
-    path = folder / "report.json"
-    text = json.dumps(fields | dataclasses.asdict(report), indent=2)
-    storage.attempt(path.name, lambda: write_text(path, text))
     if own := config.evaluation.write_difficulty:
         storage.attempt(own, lambda: write_text(epath.Path(own), rate_problems(responses)))
     components.progress.report(report, fields)
-    components.progress.say(f"responses.jsonl and report.json are in {escape(str(folder))}")
+    if path is not None:
+        place = path.parent / "report.json"
+        text = json.dumps(fields | dataclasses.asdict(report), indent=2)
+        storage.attempt(place.name, lambda: write_text(place, text))
+        say = components.progress.say
+        say(f"responses.jsonl and report.json are in {escape(str(path.parent))}")
     return {
         "policy": fields["policy"],
         "problems": report.problems,
         "samples_per_problem": report.samples_per_problem,
-    } | heldout_metrics(report)
+    }

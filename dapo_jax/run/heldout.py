@@ -62,6 +62,41 @@ def sample_responses(
         raise Interrupted
 
 
+def sample_missing(
+    components: Components,
+    params: Any,
+    prompts: Sequence[Prompt],
+    interrupted: Callable[[], bool],
+    responses: dict[tuple[int, int], Response],
+    keep: Callable[[Response], Any] = lambda response: None,
+    every_seconds: float = 0.0,
+) -> list[Response]:
+    """Return the k responses of an evaluation to each prompt, in order. Raises `Interrupted`.
+
+    Args:
+        responses: those of an earlier start, by (index of the prompt, sample), on the first process
+            only; new ones are added.
+        keep: receives each new response.
+        every_seconds: least time between two console lines.
+    """
+    progress, settings = components.progress, components.config.evaluation
+    rule = SamplingRule(settings.temperature, settings.top_p)
+    saved = processes.broadcast_from_host0(lambda: list(responses), "saved responses")
+    known = {tuple(key) for key in saved}
+    samples = range(settings.samples_per_problem)
+    keys = [(prompt.index, sample) for prompt in prompts for sample in samples]
+    missing = [(p, [j for j in samples if (p.index, j) not in known]) for p in prompts]
+    wanted = [(prompt, numbers) for prompt, numbers in missing if numbers]
+    if done := sum(key in known for key in keys):
+        progress.say(f"{done} of {len(keys)} responses are there already")
+    with progress.evaluating(done, len(keys), every_seconds) as show:
+        for response in sample_responses(components, params, wanted, rule, interrupted):
+            responses[response.index, response.sample] = response
+            keep(response)
+            show(response)
+    return [responses[key] for key in keys if key in responses]
+
+
 def check_scored(responses: Sequence[Response]) -> None:
     """Raise `Starved` if no response has a reward. A collective call."""
 
@@ -77,6 +112,25 @@ def report_on(responses: Sequence[Response], config: Config) -> Report:
     """Return the report on responses; the config's seed is that of the bootstrap."""
     verifier = open_verifier(config.reward, config.extras)
     return make_report(responses, verifier.same_answer, config.seed)
+
+
+def score_responses(
+    responses: Sequence[Response],
+    config: Config,
+    publish: Callable[[Report], dict[str, Any]] = lambda report: {},
+) -> dict[str, Any]:
+    """Return the held-out metrics after what `publish` returns, which the first process calls.
+
+    Equality of answers is decided in a worker process, so one process decides for all. Raises
+    `Starved` if no response has a reward.
+    """
+    check_scored(responses)
+
+    def score() -> dict[str, Any]:
+        report = report_on(responses, config)
+        return publish(report) | heldout_metrics(report)
+
+    return processes.broadcast_from_host0(score, "held-out metrics")
 
 
 def heldout_metrics(report: Report) -> dict[str, float]:

@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import itertools
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -38,8 +38,8 @@ from dapo_jax.runtime.clock import Clock
 from dapo_jax.runtime.nonfinite import PREFIXES, check_skipped, count_skipped
 from dapo_jax.runtime.registry import feature
 from dapo_jax.runtime.signals import Signals
-from dapo_jax.runtime.storage.output_folder import RUN, claim
-from dapo_jax.runtime.storage.paths import Folder
+from dapo_jax.runtime.storage.output_folder import RUN, check_free, claim
+from dapo_jax.runtime.storage.paths import Folder, folder_at
 from dapo_jax.runtime.storage.retries import Storage, suppress_storage_errors
 from dapo_jax.step import Trainer, TrainerState, train_step
 from dapo_jax.types.errors import ConfigError
@@ -98,34 +98,17 @@ class Run:
         """Return held-out metrics of the current policy, and the responses; empty without any."""
         if not self._heldout:
             return {}, []
-        clock, config = Clock(), self.components.config
-        if measure := self.components.measure:
-            values = measure(self._heldout, self.state.learners.policy.params)
-            return values | {"seconds_evaluation": clock.total()}, []
-        samples = range(config.evaluation.samples_per_problem)
-        rule = SamplingRule(config.evaluation.temperature, config.evaluation.top_p)
-        responses, progress = [], self.components.progress
-        total = len(self._heldout) * len(samples)
-        with (
-            progress.working(f"evaluating {len(self._heldout)} held-out problems"),
-            progress.evaluating(0, total, SHOWN_EVERY_SECONDS) as show,
-        ):
-            for response in self._sample(self._heldout, samples, rule):
-                responses.append(response)
-                show(response)
-        self.files.write_evaluation(self.state.step, responses)
-        heldout.check_scored(responses)
-        # Equality of answers runs in a worker process, so one process decides.
-        values = processes.broadcast_from_host0(
-            lambda: heldout.heldout_metrics(heldout.report_on(responses, config)),
-            "held-out metrics",
-        )
-        return values | {"seconds_evaluation": clock.total()}, responses
-
-    def _sample(self, prompts: list, samples: range, rule: SamplingRule) -> Iterator[Response]:
-        wanted = [(prompt, samples) for prompt in prompts]
+        clock, components, responses = Clock(), self.components, []
         params = self.state.learners.policy.params
-        return heldout.sample_responses(self.components, params, wanted, rule, self.signals)
+        if measure := components.measure:
+            values = measure(self._heldout, params)
+        else:
+            with components.progress.working(f"evaluating {len(self._heldout)} held-out problems"):
+                work = components, params, self._heldout, self.signals, {}
+                responses = heldout.sample_missing(*work, every_seconds=SHOWN_EVERY_SECONDS)
+            self.files.write_evaluation(self.state.step, responses)
+            values = heldout.score_responses(responses, components.config)
+        return values | {"seconds_evaluation": clock.total()}, responses
 
     def _first_responses(self) -> list[Response]:
         """Return a few responses to the first training prompts."""
@@ -134,9 +117,11 @@ class Run:
         prompts.position = self.state.source.position
         samples = range(min(CHECKED_SAMPLES, config.rollout.samples_per_prompt))
         count = min(CHECKED_PROMPTS, config.rollout.prompts_per_step)
-        sampler = config.sampler
+        sampler, params = config.sampler, self.state.learners.policy.params
         rule = SamplingRule(sampler.temperature, sampler.top_p, sampler.top_k)
-        return list(self._sample(list(itertools.islice(prompts, count)), samples, rule))
+        wanted = [(prompt, samples) for prompt in itertools.islice(prompts, count)]
+        args = self.components, params, wanted, rule, self.signals
+        return list(heldout.sample_responses(*args))
 
     def step(self) -> None:
         """Run a rollout step, and report it."""
@@ -380,15 +365,14 @@ def open_run(
     config: Config,
     callbacks: Callbacks,
     stack: contextlib.ExitStack,
-    store: RunStore | None = None,  # None: that of `config.run_dir` is opened
     build: Callable[..., Components] = build,
 ) -> Run:
     """Open the run of a folder, from its newest checkpoint or from the beginning.
 
-    `stack` closes workers and sinks; `build` makes the components. Raises `OtherRun` if the folder
-    holds another run, and `ConfigError` if settings and model don't fit together.
+    `stack` closes workers, sinks and the folder; `build` makes the components. Raises `OtherRun` if
+    the folder holds another run, and `ConfigError` if settings and model don't fit together.
     """
-    store = store or open_store(config, stack, callbacks.on_checkpoint)
+    store = open_store(config, stack, callbacks.on_checkpoint)
     signals, checkpoints, console = callbacks.signals, store.checkpoints, store.console
     components = build(config, console, should_abort=signals.received_locally)
     stack.enter_context(console.compilation())
@@ -440,25 +424,31 @@ def describe_run(components: Components) -> Record:
     )
 
 
-def finished(config: Config, store: RunStore) -> dict[str, Any] | None:
+def finished(config: Config) -> dict[str, Any] | None:
     """Return the summary of a run with nothing left to do, after a console line; else None.
 
-    No model is loaded. Raises `ConfigError` if the run had other settings.
+    Its folder is only read, and no model is loaded. Raises `ConfigError` if the run had other
+    settings.
     """
-    step = store.checkpoints.latest_step()
-    if step is None or step < config.total_steps:
+    if processes.is_first():
+        check_free("run_dir", config.run_dir, RUN)
+    folder = folder_at(config.run_dir)
+    summary = processes.broadcast_from_host0(lambda: read_summary(folder), "summary")
+    if "steps" not in summary:
         return None
-    record = store.checkpoints.record()
+    silent = Storage(lambda text: None)  # of a run that goes on, the store warns
+    with Checkpoints(config.run_dir, storage=silent) as checkpoints:
+        step = checkpoints.latest_step()
+        # A checkpoint made before the last evaluation lacks it; the summary is written after that.
+        if step is None or step < config.total_steps or step != summary["steps"]:
+            return None
+        record = checkpoints.record()
     config, _, _ = choose_rates(config, 1, step, record.settings)
     saved = record.settings["data.heldout_problems"]
     settings = identity.run_settings(config, saved if config.data.heldout_problems < 0 else None)
     identity.check_same_run(settings, record.settings)
-    summary = processes.broadcast_from_host0(lambda: read_summary(store.folder), "summary")
-    # A checkpoint made before the last evaluation lacks it; the summary is written after that.
-    if summary.get("steps") != step:
-        return None
     is_open_ended = identity.may_change("total_steps", settings)
-    notices.announce_end(config, summary, is_open_ended, store.console)
+    notices.announce_end(config, summary, is_open_ended, open_console(config))
     return summary
 
 
@@ -488,9 +478,8 @@ def train(
         signals = stack.enter_context(signals or Signals(config.checkpoint.leave_seconds))
         check_processes(config)
         user = Callbacks(signals, callbacks, on_step)
-        store = open_store(config, stack, user.on_checkpoint)
-        if (summary := finished(config, store)) is not None:
+        if (summary := finished(config)) is not None:
             return summary
-        summary = open_run(config, user, stack, store).complete()
+        summary = open_run(config, user, stack).complete()
         user.raise_error()
         return summary

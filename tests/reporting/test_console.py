@@ -10,14 +10,17 @@ import forked
 import numpy as np
 import pytest
 from conftest import make_completion, make_prompt
+from disks import write_protected
+from output_folders import snapshot
 from rich.console import Console
 from row_files import read_table
 from small_runs import CLOCKED, ROOT, make_short_config, read_rows
 
+from dapo_jax.extras.report.command import ReportConfig, report
 from dapo_jax.reporting.console import PROGRAMS, WIDTH, Progress, step_lines
+from dapo_jax.run.evaluate import evaluate
 from dapo_jax.run.run import train
 from dapo_jax.runtime.processes import print_error, printable
-from dapo_jax.runtime.storage.output_folder import LOCK
 from dapo_jax.types.errors import ConfigError
 from dapo_jax.types.structs import Group, Verdict
 
@@ -167,20 +170,42 @@ def test_rows_have_a_time_that_comparisons_leave_out(piped):
 
 
 def test_a_finished_folder_says_so_and_what_to_do(piped, base, alone, capsys):
+    """A look at it writes nothing, so that the folder may be read-only."""
     folder = piped[0] / "run"
     config = make_short_config(base, folder)
-    summary = folder / "summary.json"
-    files = [path for path in folder.rglob("*") if path.is_file() and path.name != LOCK]
-    before = [path.stat().st_mtime_ns for path in files]
-    assert train(config) == json.loads(summary.read_text())
+    before = snapshot(folder)
+    with write_protected(folder):
+        summary = train(config)
+    assert summary == json.loads((folder / "summary.json").read_text())
     output = capsys.readouterr().out
     assert "is already finished: 2 steps, held-out" in output and "--config.total_steps=4" in output
     assert "dapo-jax evaluate" in output and "dapo-jax export" in output and "policy:" not in output
-    assert before == [path.stat().st_mtime_ns for path in files]
     config.seed = 1
     with pytest.raises(ConfigError, match="seed = 1"):
         train(config)
-    config.seed = 0
-    summary.unlink()  # killed between the last checkpoint and the end
-    assert train(config)["steps"] == 2 and summary.exists()
+    assert snapshot(folder) == before
+    with write_protected(folder), pytest.raises(ConfigError, match="can't be written: Read-only"):
+        train(make_short_config(base, folder, total_steps=4))
+
+
+def test_a_read_only_run_is_evaluated_and_reported(piped, base, alone, tmp_path, capsys):
+    folder = piped[0] / "run"
+    config, before = make_short_config(base, folder), snapshot(folder)
+    with write_protected(folder):
+        scores = evaluate(config)
+        report(ReportConfig(run=str(folder), out=str(tmp_path / "report.html")))
+    output = " ".join(capsys.readouterr().out.split())
+    assert "is read-only: the responses and the report are not written; --out=" in output
+    assert "held-out" not in output and "report.json" not in output and snapshot(folder) == before
+    assert evaluate(config) == scores
+    with write_protected(folder):
+        assert evaluate(config) == scores
+    assert "8 of 8 responses are there already" in capsys.readouterr().out
+
+
+def test_a_run_that_was_killed_before_its_summary_ends(piped, base, alone, capsys):
+    folder = piped[0] / "run"
+    (folder / "summary.json").unlink()  # after the last checkpoint
+    assert train(make_short_config(base, folder))["steps"] == 2
+    assert (folder / "summary.json").exists()
     assert "already finished" not in capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""A run with a package of verifiers, killed in step 3 of 4, resumes."""
+"""A plain run, and one with a package of verifiers, are killed in step 3 of 4, and resume."""
 
 import bench
 import forked
@@ -16,17 +16,19 @@ SMALL = bench.flags(
 
 
 @pytest.mark.slow
-def test_a_killed_run_resumes_bit_for_bit(tmp_path, compiled_once):
-    pytest.importorskip("verifiers.v1")
-    config = ROOT / "configs/two_sums.py"
-    arguments = [f"--config={config}", f"--config.run_dir={tmp_path / 'run'}", *SMALL]
+@pytest.mark.parametrize("name", ["arithmetic", "two_sums"])
+def test_a_killed_run_resumes_bit_for_bit(name, tmp_path, compiled_once):
+    if name == "two_sums":
+        pytest.importorskip("verifiers.v1")
+    config, run_dir = ROOT / f"configs/{name}.py", tmp_path / "run"
+    arguments = [f"--config={config}", f"--config.run_dir={run_dir}", *SMALL]
     flags = {"XLA_FLAGS": forked.one_device()}
     done = forked.run(TRAIN, *arguments, **flags)
     assert done.returncode == 0, done.stderr[-3000:]
-    expected = (tmp_path / "run").rename(tmp_path / "expected")
+    expected = run_dir.rename(tmp_path / "expected")
     run_killed(f"{IN_STEP_3}\n{TRAIN}", *arguments, **flags)
-    assert newest_step(tmp_path / "run", field="run") == 2
+    assert newest_step(run_dir, field="run") == 2
     done = forked.run(TRAIN, *arguments, **flags)
     assert done.returncode == 0, done.stderr[-3000:]
-    assert_same_bits(tmp_path / "run", expected)
+    assert_same_bits(run_dir, expected)
     assert any(0 < row["accuracy"] < 1 for row in read_rows(expected)[1:])

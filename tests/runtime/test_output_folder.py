@@ -168,7 +168,7 @@ def test_a_folder_that_another_process_writes_is_rejected(kind, tmp_path):
 def test_an_evaluation_writes_beside_a_run_that_trains(tmp_path):
     config = Config(run_dir=str(tmp_path))
     with claim("run_dir", config.run_dir, RUN), contextlib.ExitStack() as stack:
-        folder = claim_folder(config, None, stack)
+        folder, _ = claim_folder(config, None, stack, print)
         (folder / "responses.jsonl").write_text("")
     assert json.loads((folder / MARK).read_text()) == {"kind": EVALUATION}
     assert sorted(path.name for path in tmp_path.iterdir()) == [MARK, LOCK, "evaluations"]

@@ -104,11 +104,11 @@ def make_quick_config(folder, run_dir, preset="dapo", updates=2, **changes) -> C
     return make_config(folder, run_dir, **quick | changes)
 
 
-def make_short_config(base, run_dir) -> Config:
+def make_short_config(base, run_dir, **changes) -> Config:
     """Two steps that show a group, and measure before and after."""
     data = Data(min_terms=2, max_terms=3, max_prompt_tokens=8, heldout_problems=4)
     log = Log(show_group_every_steps=1, tensorboard=False, rollouts=False)
-    return make_quick_config(base, run_dir, data=data, log=log)
+    return make_quick_config(base, run_dir, data=data, log=log, **changes)
 
 
 @contextlib.contextmanager
