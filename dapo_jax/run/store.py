@@ -5,7 +5,6 @@ a checkpoint its name, or its mark in a bucket, once all its files are written; 
 read is skipped, and the one before it is used.
 """
 
-import concurrent.futures
 import contextlib
 import dataclasses
 import functools
@@ -177,9 +176,8 @@ class Checkpoints:
         self._step = newest_step(run_dir, self._storage.warn)
         self._manager: ocp.CheckpointManager | None = None  # made by the first save
         self._saving = 0  # step of the newest save
-        self._finished: concurrent.futures.Future[None] | None = None  # of that save
+        self._is_begun = False  # that save, and not waited for
         self._failures = 0  # in a row
-        self._thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         if settings is not None:
             silence_orbax()
             error = processes.broadcast_from_host0(self._make_folder, "folder of checkpoints")
@@ -259,7 +257,7 @@ class Checkpoints:
         }
         entries[RECORD] = ocp.args.JsonSave(dataclasses.asdict(record))
         manager.save(record.step, args=ocp.args.Composite(**entries), force=True)
-        self._finished = self._thread.submit(manager.wait_until_finished)
+        self._is_begun = True
 
     def _open_manager(self) -> ocp.CheckpointManager:
         """Return the manager, after it removed what is incomplete and later than what was read."""
@@ -286,19 +284,19 @@ class Checkpoints:
         errors = processes.all_gather_json(error, "whether a checkpoint is saved")
         if not any(errors):
             return
-        self._manager = self._finished = None  # the next one removes what is incomplete
+        self._manager, self._is_begun = None, False  # the next one removes what is incomplete
         raise NotSaved(f"step {self._saving}: {next(filter(None, errors))}")
 
     def is_saving(self) -> bool:
         """Return True while a save is being written on any process."""
-        saving = self._finished is not None and not self._finished.done()
+        saving = self._manager is not None and self._manager.is_saving_in_progress()
         return any(processes.all_gather_json(saving, "whether a checkpoint is being saved"))
 
     def wait(self) -> None:
         """Wait until everything is on disk. Raises `NotSaved`."""
-        self._on_all_processes(lambda: self._finished and self._finished.result())
-        if self._finished is not None:
-            self._finished = None
+        self._on_all_processes(lambda: self._manager and self._manager.wait_until_finished())
+        if self._is_begun:
+            self._is_begun = False
             self._step = self._saving
             self._failures = 0
             self._storage.report_recovery(CHECKPOINT)
@@ -309,7 +307,7 @@ class Checkpoints:
 
         A save waits for the one before it.
         """
-        if self._finished is not None and (is_due or not self.is_saving()):
+        if self._is_begun and (is_due or not self.is_saving()):
             self._attempt(self.wait)
         if is_due or 0 < self._failures < MAX_TRIES:
             self._attempt(save)
@@ -345,7 +343,6 @@ class Checkpoints:
             self.wait()
         if self._manager:
             self._manager.close()
-        self._thread.shutdown()
 
 
 # --- the journal of an unfinished step --------------------------------------------------------
