@@ -9,18 +9,17 @@ import dataclasses
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
-from rich import box
 from rich.console import Console
 from rich.markup import escape
 from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from dapo_jax.reporting.scores import HELDOUT, Estimate, Report, Response
+from dapo_jax.reporting.scores import HELDOUT, Response
 from dapo_jax.runtime import processes
 from dapo_jax.runtime.processes import printable
 from dapo_jax.runtime.streams import BrokenPipeSafeStream
@@ -29,8 +28,6 @@ from dapo_jax.types.structs import Completion, Group, SamplerCounts, Turn
 WIDTH = 80  # columns of the lines of a step
 ANSWER_TAIL = 38  # characters of a response shown in a table
 PROMPT_TAIL = 300
-BAR = 24  # characters of a bar of an evaluation's score
-EIGHTHS = " ▏▎▍▌▋▊▉"  # of a character
 SHOWN_SECONDS = 0.5  # the live line shows a compilation after this time
 SLOW_SECONDS = 3.0  # a slow activity is printed after this time
 COMPILING_SECONDS = 1.0  # a program in the cache takes less
@@ -190,74 +187,6 @@ def _group_table(group: Group, reward_leads: bool) -> Table:
             "cut" if completion.truncated else "",
         )
     return table
-
-
-def _interval(estimate: Estimate) -> str:
-    return "" if estimate.low is None else f"{estimate.low:.3f} to {estimate.high:.3f}"
-
-
-def _score_cells(estimate: Estimate) -> tuple[str, str, str]:
-    whole, eighths = divmod(round(estimate.value * BAR * 8), 8)
-    bar = "█" * whole + EIGHTHS[eighths].strip()
-    return f"{estimate.value:.3f}", _interval(estimate), f"[cyan]{bar}"
-
-
-def _headline(report: Report, reward_leads: bool) -> Table:
-    k = report.samples_per_problem
-    rows = {f"avg@{k}": report.accuracy}
-    rows |= {f"pass@{power}": value for power, value in report.pass_at_k.items() if power > 1}
-    rows |= {f"maj@{k}": report.majority} if k > 1 else {}
-    lines = [(name, *_score_cells(estimate)) for name, estimate in rows.items()]
-    if report.reward is not None:  # without a bar, since rewards have no common scale
-        line = ("reward", f"{report.reward.value:.3f}", _interval(report.reward), "")
-        lines.insert(0 if reward_leads else len(lines), line)
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for name in ("", "score", "95 % interval", ""):
-        table.add_column(name, justify="right" if name else "left")
-    for place, line in enumerate(lines):
-        table.add_row(*line, style="" if place else "bold")
-    return table
-
-
-def _statistics(report: Report) -> Iterator[tuple[str, str]]:
-    right, wrong = (
-        "-" if value is None else f"{value:.1f}"
-        for value in (report.response_tokens_right, report.response_tokens_wrong)
-    )
-    yield "tokens", f"{report.response_tokens:.1f} on average: right {right}, wrong {wrong}"
-    if report.turns is not None:
-        yield "turns", f"{report.turns:.2f} of the policy on average"
-    yield "cut off", f"{report.truncated_fraction:.1%} by the budget"
-    yield "no answer", f"{report.answer_not_found_rate:.1%}"
-    if report.failed_rewards:
-        counts = ", ".join(f"{n} {outcome}" for outcome, n in report.failed_rewards.items())
-        yield "no reward", f"{counts}, in no score"
-    yield "repetition", f"{report.repetition:.1%} of 8-token windows"
-    if report.entropy is not None:
-        yield "-log p", f"{report.entropy:.3f} nats per token, before top_p"
-    yield "reflection", f"{report.reflection_fraction:.1%} have a reflection word"
-
-
-def report_tables(report: Report, reward_leads: bool = False) -> Iterator[Table]:
-    """Yield tables of an evaluation: scores and response statistics."""
-    yield _headline(report, reward_leads)
-    grid = Table.grid(padding=(0, 2))
-    for name, text in _statistics(report):
-        grid.add_row(name, text)
-    yield grid
-
-
-def describe_problems(report: Report) -> str:
-    """Return a text about the numbers of problems, samples and repeated problems."""
-    k = report.samples_per_problem
-    more = " or more" if report.responses > report.problems * k else ""
-    text = f"{report.problems} problems, {k}{more} samples each; intervals are over problems"
-    if report.repeated_problems:
-        text += (
-            f"\nthe data repeats {report.repeated_problems} problems up to {report.most_listings} "
-            "times;\na repeat counts as more samples of the same problem"
-        )
-    return text
 
 
 # --- the console ----------------------------------------------------------------------------
@@ -442,21 +371,6 @@ class Progress:
                     self.say(text)
 
             yield show
-
-    def report(self, report: Report, marks: Mapping[str, object]) -> None:
-        """Print the scores of an evaluation.
-
-        Args:
-            marks: policy, data, temperature, top_p and template, by name.
-        """
-        self.say(
-            f"\n[bold]{escape(str(marks['data']))}[/] · {escape(str(marks['policy']))} · "
-            f"T {marks['temperature']:g} · top_p {marks['top_p']:g} · "
-            f"template {escape(str(marks['template']))}"
-        )
-        self.say(describe_problems(report))
-        for table in report_tables(report, self.reward_leads):
-            self.console.print(table, soft_wrap=False)
 
     def step(self, step: int, total: int, values: dict[str, float]) -> None:
         """Print the lines of a step."""

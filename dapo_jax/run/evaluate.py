@@ -17,6 +17,7 @@ from dapo_jax.config.settings import changed, leaves, rules, with_values
 from dapo_jax.data.prompts.templates import open_template, open_text
 from dapo_jax.model import load_huggingface, peft_adapters
 from dapo_jax.reporting.console import Progress
+from dapo_jax.reporting.evaluation_report import print_report
 from dapo_jax.reporting.scores import Report, Response, wilson
 from dapo_jax.reporting.sinks import response_line, stamp, write_responses
 from dapo_jax.run.build import Components, build, open_console
@@ -315,7 +316,7 @@ def write_report(
     fields = fields | {"data": config.data.heldout_source or config.data.source}
     if own := config.evaluation.write_difficulty:
         storage.attempt(own, lambda: write_text(epath.Path(own), rate_problems(responses)))
-    components.progress.report(report, fields)
+    print_report(components.progress, report, fields)
     if path is not None:
         place = path.parent / "report.json"
         text = json.dumps(fields | dataclasses.asdict(report), indent=2)

@@ -8,7 +8,7 @@ from responses import respond, respond_all
 from row_files import read_table
 
 from dapo_jax.reporting import scores
-from dapo_jax.reporting.console import describe_problems, report_tables
+from dapo_jax.reporting.evaluation_report import describe_problems, report_tables
 from dapo_jax.reporting.scores import (
     RIGHT,
     answer_classes,
