@@ -87,9 +87,11 @@ def make_folder(folder: pathlib.Path, family: str, kind: str = "smollm") -> path
     return folder
 
 
-def round_trip(folder: pathlib.Path, place: pathlib.Path, dtype: str) -> pathlib.Path:
+def round_trip(
+    folder: pathlib.Path, place: pathlib.Path, dtype: str, kind: str = "smollm"
+) -> pathlib.Path:
     """Write a folder as a GGUF file, and return the folder that the file is converted into."""
-    gguf_writer.write(folder, place / "model.gguf", dtype)
+    gguf_writer.write(folder, place / "model.gguf", dtype, kind)
     gguf_files.convert(place / "model.gguf", place / "back")
     return place / "back"
 
@@ -114,7 +116,7 @@ def test_a_round_trip_changes_no_logits(family, tmp_path, one_device):
 
 @pytest.mark.parametrize("kind", ["llama-bpe", "qwen2", "tekken", "smollm", "gpt-2", "spm"])
 def test_a_tokenizer_survives_the_round_trip(kind, tmp_path):
-    back = round_trip(make_folder(tmp_path / "hf", "llama3", kind), tmp_path, "f16")
+    back = round_trip(make_folder(tmp_path / "hf", "llama3", kind), tmp_path, "f16", kind)
     before, after = (ModelTokenizer.from_folder(path) for path in (tmp_path / "hf", back))
     for text in [*TEXTS, "<|user|>12<|end|>"]:
         assert after.encode(text) == before.encode(text)
@@ -317,7 +319,7 @@ def test_a_packaged_model_names_its_package(monkeypatch):
 @pytest.mark.parametrize("kind", [*gguf_files.SPLITS, "spm"])
 def test_tokens_of_a_text_are_those_of_llama_cpp(kind, tmp_path):
     llama_cpp = pytest.importorskip("llama_cpp")
-    back = round_trip(make_folder(tmp_path / "hf", "llama3", kind), tmp_path, "f16")
+    back = round_trip(make_folder(tmp_path / "hf", "llama3", kind), tmp_path, "f16", kind)
     tokenizer = ModelTokenizer.from_folder(back)
     theirs = llama_cpp.Llama(str(tmp_path / "model.gguf"), vocab_only=True, verbose=False)
     for text in [*TEXTS, "<|user|>12<|end|>", "We'LL a1b23c456 1234567", "  x  \n\n\n y "]:

@@ -21,7 +21,6 @@ from dapo_jax.extras.gguf import (
     NORMAL,
     ROPE_FACTORS,
     ROTARY_HEADS,
-    SPLITS,
     UNUSED,
     USER_DEFINED,
 )
@@ -97,30 +96,17 @@ def _file_tensors(
                 yield f"{names[module]}.{kind}", gguf.quants.quantize(array, of_type), of_type
 
 
-def _split_name(tokenizer: dict[str, Any]) -> str:
-    """Return the key of `SPLITS` for a byte-level tokenizer.json. Raises ValueError."""
-    pre = tokenizer["pre_tokenizer"]
-    steps = pre.get("pretokenizers", [pre])
-    patterns = [step["pattern"].get("Regex") for step in steps if step["type"] == "Split"]
-    if any(step["type"] == "Digits" for step in steps):
-        return "smollm"
-    for name, pattern in SPLITS.items():
-        if patterns == [pattern] or (not pattern and not patterns):
-            return name
-    raise ValueError("unknown splits")
-
-
-def _write_tokenizer(writer: Any, folder: pathlib.Path, config: dict[str, Any]) -> None:
+def _write_tokenizer(
+    writer: Any, folder: pathlib.Path, config: dict[str, Any], splits: str
+) -> None:
     tokenizer = json.loads((folder / "tokenizer.json").read_text())
     model = tokenizer["model"]
     known = {index: (token, NORMAL) for token, index in model["vocab"].items()}
     for entry in tokenizer["added_tokens"]:
         known[entry["id"]] = entry["content"], CONTROL if entry["special"] else USER_DEFINED
     padded = [known.get(index, (f"[PAD{index}]", UNUSED)) for index in range(config["vocab_size"])]
-    tokens = [token for token, _ in padded]
-    types = [kind for _, kind in padded]
-    is_sentence_piece = bool(model.get("byte_fallback"))
-    if is_sentence_piece:
+    tokens, types = map(list, zip(*padded, strict=True))
+    if splits == "spm":
         # A token's score is the rank of its first merge.
         merges = [m if isinstance(m, str) else " ".join(m) for m in model["merges"]]
         ranks = {m.replace(" ", "", 1): rank for rank, m in reversed([*enumerate(merges)])}
@@ -128,36 +114,32 @@ def _write_tokenizer(writer: Any, folder: pathlib.Path, config: dict[str, Any]) 
         types = [BYTE if byte else kind for byte, kind in zip(is_byte, types, strict=True)]
         writer.add_tokenizer_model("llama")
         writer.add_token_scores([-float(ranks.get(token, len(merges))) for token in tokens])
-        writer.add_add_space_prefix('"Prepend"' in json.dumps(tokenizer.get("normalizer")))
+        writer.add_add_space_prefix(False)
     else:
         writer.add_tokenizer_model("gpt2")
-        writer.add_tokenizer_pre(_split_name(tokenizer))
+        writer.add_tokenizer_pre(splits)
+        writer.add_token_merges([" ".join(merge) for merge in model["merges"]])
     writer.add_token_list(tokens)
     writer.add_token_types(types)
-    special = gguf.SpecialVocab(folder, not is_sentence_piece, ("bos", "eos", "pad"))
-    special.add_special_token.setdefault("bos", False)
-    path = folder / "generation_config.json"
-    settings = config | (json.loads(path.read_text()) if path.exists() else {})
-    ends = settings.get("eos_token_id") or []
-    ends = ends if isinstance(ends, list) else [ends]
-    ids = {"pad": settings.get("pad_token_id"), "eos": ends[0] if ends else None}
-    ids |= special.special_token_ids
-    ids["eot"] = next((end for end in ends if end != ids["eos"]), None)
-    special.special_token_ids = {name: token for name, token in ids.items() if token is not None}
-    special.add_to_gguf(writer, quiet=True)
+    settings = json.loads((folder / "generation_config.json").read_text())
+    writer.add_eos_token_id(settings["eos_token_id"][0])
+    writer.add_eot_token_id(settings["eos_token_id"][1])
+    writer.add_pad_token_id(settings["pad_token_id"])
+    writer.add_add_bos_token(False)
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    writer.add_chat_template(settings["chat_template"])
 
 
-def write(folder: pathlib.Path, path: pathlib.Path, dtype: str) -> None:
-    """Write a Hugging Face folder as a GGUF file.
+def write(folder: pathlib.Path, path: pathlib.Path, dtype: str, splits: str = "smollm") -> None:
+    """Write a Hugging Face folder as a GGUF file with matrices of `dtype`; vectors are float32.
 
-    Args:
-        dtype: of matrices, 'f16' or 'q8_0'; vectors are float32.
+    `splits` is a key of `gguf_files.SPLITS`, or 'spm' for a tokenizer of SentencePiece's merges.
     """
     config = _load_config(folder)
     writer = gguf.GGUFWriter(path, ARCHITECTURES[config["model_type"]])
     writer.add_name(path.stem)
     _write_config(writer, config)
-    _write_tokenizer(writer, folder, config)
+    _write_tokenizer(writer, folder, config, splits)
     for name, array, kind in _file_tensors(config, folder, dtype):
         writer.add_tensor_info(name, array.shape, array.dtype, array.nbytes, kind)
     writer.write_header_to_file()
