@@ -4,6 +4,7 @@ Each published tensor is read in blocks of rows, one tensor after another, so th
 tensor at a time (float32, its own devices' part). `save_huggingface.py` writes such folders.
 """
 
+import dataclasses
 import functools
 import hashlib
 import itertools
@@ -111,32 +112,68 @@ def weight_files(folder: pathlib.Path, field: str) -> list[pathlib.Path]:
     return paths
 
 
+@dataclasses.dataclass(frozen=True)
+class Stored:
+    """A tensor of a folder: where it is in the files, and what it is there."""
+
+    file: pathlib.Path
+    name: str  # in the file
+    shape: tuple[int, ...]
+    dtype: str
+    scales: str = ""  # name of the scales of a tensor in MXFP4, whose `name` is that of its blocks
+    expert: int = -1  # index in the first axis of a fused tensor; -1: it is not fused
+    row: int = 0  # first row there
+
+    def read(self, *index: slice) -> np.ndarray:
+        """Return a part in the file's dtype; all of it without an index."""
+        if self.expert < 0:
+            return self._slice(self.name)[index or (...,)]
+        rows, *columns = index or (slice(self.shape[0]),)
+        rows = slice(self.row + (rows.start or 0), self.row + rows.stop)
+        return self._slice(self.name)[(slice(self.expert, self.expert + 1), rows, *columns)][0]
+
+    def read_expert(self, part: TensorPart, *index: slice) -> np.ndarray:
+        """Return a part of an expert's matrix or vector in a fused tensor; MXFP4 as float32."""
+        *rows, last = index
+        expert = slice(part.expert, part.expert + 1)
+        alternate = slice(part.first, None, part.step)
+        columns = slice(part.step * last.start, part.step * last.stop)  # of all alternating ones
+        if not self.scales:
+            return self.read(expert, *rows, columns)[0][..., alternate]
+        blocks, scales = (
+            self._slice(name)[expert, columns][:, alternate] for name in (self.name, self.scales)
+        )
+        return dequantise(blocks, scales)[0][tuple(rows)]
+
+    def _slice(self, name: str) -> Any:
+        """Open the file again: the pages of an open file stay mapped and count as memory."""
+        return safe_open(self.file, framework="numpy").get_slice(name)
+
+
 class Tensors:
-    """Tensors of a folder's safetensors files by name, and problems of the files.
+    """Tensors of a folder's safetensors files by name, and problems of the files."""
 
-    Each read opens its file again: the pages of an open file stay mapped and count as memory of
-    this process.
-    """
-
-    def __init__(self, folder: str | pathlib.Path, field: str = "model.folder"):
-        self.named = folder
+    def __init__(
+        self,
+        folder: str | pathlib.Path,
+        field: str = "model.folder",
+        config: DecoderConfig | None = None,  # if set, fused experts are split as its family has it
+    ):
+        self.folder = folder
         self.problems: list[str] = []
-        self.folder = model_path(folder, field, weights=True)
-        self._files: dict[str, pathlib.Path] = {}
-        self.shapes: dict[str, tuple[int, ...]] = {}
-        self.dtypes: dict[str, str] = {}
+        self.stored: dict[str, Stored] = {}
         self._skipped: list[str] = []
-        for path in weight_files(self.folder, field):
+        for path in weight_files(model_path(folder, field, weights=True), field):
             self._open(path)
-        self._stored = {name: name for name in self.shapes}
         self._keep_text()
         if self._skipped:
             parts = f"tensors that a text model does not read, such as {min(self._skipped)}"
             _report(f"{folder}: {len(self._skipped):,} {parts}, are skipped")
-        self._packed: set[str] = set()
-        self._views: dict[str, tuple[str, int, int]] = {}  # fused tensor, expert, first row
-        for name in [name for name in self.shapes if name.endswith(BLOCKS)]:
+        for name in [name for name in self.stored if name.endswith(BLOCKS)]:
             self._join(name.removesuffix(BLOCKS))
+        if config and "{}" in family_of(config.family).tensors.get("moe/expert_up/kernel", ""):
+            for name in list(self.stored):
+                self._split(name)
 
     def _open(self, path: pathlib.Path) -> None:
         try:
@@ -148,97 +185,64 @@ class Tensors:
             if UNUSED.fullmatch(name):
                 self._skipped.append(name)
                 continue
-            if name in self._files:
-                self.problems.append(f"{name}: in {self._files[name].name} and in {path.name}")
+            if name in self.stored:
+                self.problems.append(f"{name}: in {self.stored[name].file.name} and in {path.name}")
             part = file.get_slice(name)
-            self._files[name], self.shapes[name] = path, tuple(part.get_shape())
-            self.dtypes[name] = part.get_dtype()
+            self.stored[name] = Stored(path, name, tuple(part.get_shape()), part.get_dtype())
 
     def _keep_text(self) -> None:
         """Name the tensors of a multimodal folder as in a text model's, without other parts."""
-        kept: dict[str, str] = {}
-        for name, (prefix, ours) in itertools.product(self.shapes, TEXT_PREFIXES.items()):
-            if name.startswith(prefix):
-                kept[name] = ours + name.removeprefix(prefix)
+        kept = {
+            name: ours + name.removeprefix(prefix)
+            for name, (prefix, ours) in itertools.product(self.stored, TEXT_PREFIXES.items())
+            if name.startswith(prefix)
+        }
         if all(name == ours for name, ours in kept.items()):
             return
-        self._stored = {ours: name for name, ours in kept.items()}
+        self._skipped += self.stored.keys() - kept
+        every, self.stored = self.stored, {ours: self.stored[name] for name, ours in kept.items()}
         for name, ours in kept.items():
-            if self._stored[ours] != name:
-                self.problems.append(f"{name}: beside {self._stored[ours]}, which is the same")
-        self._skipped += self.shapes.keys() - kept
-        self._files = {ours: self._files[name] for name, ours in kept.items()}
-        self.shapes = {ours: self.shapes[name] for name, ours in kept.items()}
-        self.dtypes = {ours: self.dtypes[name] for name, ours in kept.items()}
+            if self.stored[ours] is not every[name]:
+                self.problems.append(f"{name}: beside {self.stored[ours].name}, which is the same")
 
-    def split_experts(self, config: DecoderConfig) -> None:
-        """Name the experts of fused tensors one by one, if the family's files do so."""
-        if "{}" not in family_of(config.family).tensors.get("moe/expert_up/kernel", ""):
+    def _split(self, name: str) -> None:
+        """Replace the fused matrices [X, out, in] of experts by single ones."""
+        match, whole = FUSED_EXPERTS.fullmatch(name), self.stored[name]
+        parts = ["gate", "up"] if match and match[2] == "gate_up" else ["down"]
+        if match is None or len(whole.shape) != 3 or whole.shape[1] % len(parts):
             return
-        for name in list(self.shapes):
-            if (match := FUSED_EXPERTS.fullmatch(name)) is None:
-                continue
-            stem, kind = match.groups()
-            shape, dtype, path = self.shapes[name], self.dtypes[name], self._files[name]
-            parts = ["gate", "up"] if kind == "gate_up" else ["down"]
-            if len(shape) != 3 or shape[1] % len(parts):
-                continue
-            del self.shapes[name], self.dtypes[name]
-            height = shape[1] // len(parts)
-            for expert, (number, part) in itertools.product(range(shape[0]), enumerate(parts)):
-                single = f"{stem}.{expert}.{part}_proj.weight"
-                self.shapes[single], self.dtypes[single] = (height, shape[2]), dtype
-                self._files[single], self._views[single] = path, (name, expert, number * height)
+        del self.stored[name]
+        height = whole.shape[1] // len(parts)
+        for expert, (i, part) in itertools.product(range(whole.shape[0]), enumerate(parts)):
+            self.stored[f"{match[1]}.{expert}.{part}_proj.weight"] = dataclasses.replace(
+                whole, shape=(height, whole.shape[2]), expert=expert, row=i * height
+            )
 
     def _join(self, name: str) -> None:
         """Replace blocks and scales of a tensor in MXFP4 by the tensor, if they fit."""
-        blocks, scales = name + BLOCKS, name + SCALES
-        shape, dtypes = self.shapes[blocks], {self.dtypes.get(part) for part in (blocks, scales)}
-        fits = len(shape) == 4 and shape[3] == PAIRS and self.shapes.get(scales) == shape[:3]
-        if not fits or dtypes != {"U8"}:
-            self.problems.append(f"{blocks}: must be U8 [X, O, G, 16], with scales [X, O, G]")
+        blocks = self.stored[name + BLOCKS]
+        scales = self.stored.get(name + SCALES, blocks)
+        fits = len(blocks.shape) == 4 and blocks.shape[3] == PAIRS
+        if not fits or scales.shape != blocks.shape[:3] or {blocks.dtype, scales.dtype} != {"U8"}:
+            self.problems.append(f"{name}{BLOCKS}: must be U8 [X, O, G, 16], with scales [X, O, G]")
             return
-        for part in (blocks, scales):
-            del self.shapes[part], self.dtypes[part]
-        if name in self.shapes:
+        del self.stored[name + BLOCKS], self.stored[name + SCALES]
+        if name in self.stored:
             self.problems.append(f"{name}: plain and in MXFP4")
-        self._packed.add(name)
-        experts, columns, groups, _ = shape
-        self.shapes[name], self.dtypes[name] = (experts, 2 * PAIRS * groups, columns), HOLDS
-
-    def read(self, name: str, *index: slice) -> np.ndarray:
-        """Return a part of a tensor in the file's dtype; all of it without an index."""
-        file = safe_open(self._files[name], framework="numpy")
-        if name in self._views:
-            fused, expert, first = self._views[name]
-            rows, *columns = index or (slice(self.shapes[name][0]),)
-            rows = slice(first + (rows.start or 0), first + rows.stop)
-            stored = file.get_slice(self._stored.get(fused, fused))
-            return stored[(slice(expert, expert + 1), rows, *columns)][0]
-        return file.get_slice(self._stored.get(name, name))[index or (...,)]
-
-    def read_expert(self, part: TensorPart, *index: slice) -> np.ndarray:
-        """Return a part of an expert's matrix or vector in a fused tensor; MXFP4 as float32."""
-        *rows, last = index
-        expert = slice(part.expert, part.expert + 1)
-        alternate = slice(part.first, None, part.step)
-        columns = slice(part.step * last.start, part.step * last.stop)  # of all alternating ones
-        if part.name not in self._packed:
-            return self.read(part.name, expert, *rows, columns)[0][..., alternate]
-        blocks, scales = (
-            self.read(part.name + suffix, expert, columns)[:, alternate]
-            for suffix in (BLOCKS, SCALES)
+        experts, columns, groups, _ = blocks.shape
+        shape = experts, 2 * PAIRS * groups, columns
+        self.stored[name] = dataclasses.replace(
+            blocks, shape=shape, dtype=HOLDS, scales=scales.name
         )
-        return dequantise(blocks, scales)[0][tuple(rows)]
 
     def equal(self, first: str, second: str) -> bool:
         """Return True if two matrices hold the same numbers; reads them in blocks of rows."""
-        shape, dtypes = self.shapes[first], {self.dtypes[first], self.dtypes[second]}
-        if self.shapes[second] != shape or not dtypes <= DTYPES.keys():
+        one, other = self.stored[first], self.stored[second]
+        if one.shape != other.shape or not {one.dtype, other.dtype} <= DTYPES.keys():
             return False
-        step = max(1, BLOCK_BYTES // (4 * shape[1]))
-        blocks = [slice(i, min(i + step, shape[0])) for i in range(0, shape[0], step)]
-        return all(np.array_equal(self.read(first, b), self.read(second, b)) for b in blocks)
+        step = max(1, BLOCK_BYTES // (4 * one.shape[1]))
+        blocks = [slice(i, min(i + step, one.shape[0])) for i in range(0, one.shape[0], step)]
+        return all(np.array_equal(one.read(block), other.read(block)) for block in blocks)
 
 
 @functools.cache  # once per folder
@@ -288,37 +292,35 @@ def _check_names(
     tensors: Tensors, shapes: dict[str, tuple[int, ...]], config: DecoderConfig, field: str
 ) -> None:
     """Raise one `ConfigError` that names every missing, unknown or wrongly shaped tensor."""
-    problems = list(tensors.problems)
+    problems, stored = list(tensors.problems), tensors.stored
     embedding, head = (param_paths.TOP_TENSORS[path] for path in ("embedding", "head"))
     known = {head}  # a critic does not read it
-    is_tied = config.tie_embeddings and not config.scalar_head and head in tensors.shapes
-    is_tied &= tensors.shapes.get(embedding) == (config.vocab, config.embed)
+    is_tied = config.tie_embeddings and not config.scalar_head and head in stored
+    is_tied &= embedding in stored and stored[embedding].shape == (config.vocab, config.embed)
     if is_tied and not tensors.equal(embedding, head):
         problems.append(f"{head}: differs from {embedding}, but tie_word_embeddings is true")
     for path, shape in shapes.items():
-        layer_shape = shape[param_paths.stacked_axes(path) :]
-        expected = param_paths.tensor_shape(path, layer_shape, config)
-        for name in dict.fromkeys(param_paths.published_names(path, config)):
-            known.add(name)
-            if name not in tensors.shapes:
-                problems.append(f"{name}: missing")
+        for part in param_paths.published_parts(path, shape, config):
+            known.add(part.name)
+            if part.name not in stored:
+                problems.append(f"{part.name}: missing")
                 continue
-            actual, dtype = tensors.shapes[name], tensors.dtypes[name]
-            if actual != expected:
-                problems.append(f"{name}: shape {actual}, expected {expected}")
+            actual, dtype = stored[part.name].shape, stored[part.name].dtype
+            if actual != part.shape:
+                problems.append(f"{part.name}: shape {actual}, expected {part.shape}")
             if dtype not in DTYPES:
-                problems.append(f"{name}: dtype {dtype}, expected {', '.join(DTYPES)}")
-    unknown = sorted(tensors.shapes.keys() - known)
+                problems.append(f"{part.name}: dtype {dtype}, expected {', '.join(DTYPES)}")
+    unknown = sorted(stored.keys() - known)
     sharing = range(config.layers)[config.layers - config.sharing_layers :]
     shared = [n for n in unknown if (match := SHARED.fullmatch(n)) and int(match[1]) in sharing]
     if shared:
         parts = "keys and values of layers that share those of others, are skipped"
-        _report(f"{tensors.named}: {len(shared):,} tensors such as {shared[0]}, {parts}")
+        _report(f"{tensors.folder}: {len(shared):,} tensors such as {shared[0]}, {parts}")
     problems += [f"{name}: unknown" for name in unknown if name not in shared]
     if problems:
         problems = list(dict.fromkeys(problems))
         listed = list_problems(problems, MAX_PROBLEMS)
-        raise ConfigError(f"config.{field} = '{tensors.named}': can't be read:\n  {listed}")
+        raise ConfigError(f"config.{field} = '{tensors.folder}': can't be read:\n  {listed}")
 
 
 def list_problems(problems: list[str], limit: int) -> str:
@@ -338,16 +340,14 @@ def _read_part(
     config: DecoderConfig,
 ) -> np.ndarray:
     """Return the slices `index` of the parameter of `shape` that `part` holds; float32."""
-    name = part.name
+    stored, inputs = tensors.stored[part.name], summed_axes(path)
     if part.expert >= 0:
         bounds = [slice(*cut.indices(size)) for cut, size in zip(index, shape, strict=True)]
-        return tensors.read_expert(part, *bounds).astype(np.float32)
-    if len(tensors.shapes[name]) == 1 or path == "score":
-        return tensors.read(name).reshape(shape)[index].astype(np.float32)
-    inputs = summed_axes(path)
-    if (order := param_paths.row_order(path, config)) is not None:
-        ordered = tensors.read(name)[order]
-        return (ordered.T if inputs else ordered).reshape(shape)[index].astype(np.float32)
+        return stored.read_expert(part, *bounds).astype(np.float32)
+    reordered = param_paths.row_order(path, config) is not None
+    if 1 in (len(shape), len(part.shape)) or reordered:
+        whole = param_paths.from_published(path, stored.read(), shape, config)
+        return whole[index].astype(np.float32)
     # Dimensions before `cut` are merged to one of the published matrix, the others to the other.
     cut = inputs or 1
     first = param_paths.merged_slice(index[:cut], shape[:cut])
@@ -358,7 +358,7 @@ def _read_part(
     for start in range(rows.start, rows.stop, step):
         block = slice(start, min(start + step, rows.stop))
         target = slice(block.start - rows.start, block.stop - rows.start)
-        published[target] = tensors.read(name, block, columns)
+        published[target] = stored.read(block, columns)
     sizes = [len(range(*cut.indices(size))) for cut, size in zip(index, shape, strict=True)]
     return out.reshape(sizes)
 
@@ -386,7 +386,7 @@ def _set_part(stack: jax.Array, part: jax.Array, *index: int) -> jax.Array:
     return jax.lax.dynamic_update_slice(stack, part, start)
 
 
-def _load_stack(
+def _load_param(
     tensors: Tensors,
     path: str,
     shape: tuple[int, ...],
@@ -394,33 +394,29 @@ def _load_stack(
     dtype: Any,
     config: DecoderConfig,
 ) -> jax.Array:
-    """Return a stack of layers that is filled in place on the devices, layer by layer.
+    """Return a parameter; a stack of layers is filled in place on the devices, layer by layer.
 
     Experts are read in blocks of at most EXPERT_BYTES, or one by one.
     """
-    axes, parts = param_paths.stacked_axes(path), param_paths.published_parts(path, config)
-    layer_shape = shape[axes:]
-    spec = list(layout.spec[axes:])
-    count, part_shape = 1, layer_shape
+    axes, parts = param_paths.stacked_axes(path), param_paths.published_parts(path, shape, config)
+    part_shape, spec, count = shape[axes:], list(layout.spec[axes:]), 1
+    read_one = functools.partial(_read_part, tensors, path=path, shape=part_shape, config=config)
+    if not axes:
+        return _to_devices(shape, layout, dtype, lambda index: read_one(parts[0], index=index))
     if axes > 1:
         sizes = (n for n in range(1, shape[1] + 1) if shape[1] % n == 0)
-        count = max(n for n in sizes if n == 1 or 4 * n * math.prod(layer_shape) <= EXPERT_BYTES)
-        part_shape = (count, *layer_shape)
-        spec = [None, *spec]
-    part_layout = jax.sharding.NamedSharding(layout.mesh, jax.P(*spec))
+        count = max(n for n in sizes if n == 1 or 4 * n * math.prod(part_shape) <= EXPERT_BYTES)
+    part_layout = jax.sharding.NamedSharding(layout.mesh, jax.P(None, *spec))
     set_part = jax.jit(_set_part, donate_argnums=0, out_shardings=layout)
     stack = jnp.zeros(shape, dtype, device=layout)
 
-    def read(index: tuple[slice, ...], first: int) -> np.ndarray:
-        if axes == 1:
-            return _read_part(tensors, parts[first], path, layer_shape, index, config)
-        block = parts[first : first + count]
-        part_of = functools.partial(_read_part, tensors, path=path, shape=layer_shape)
-        arrays = [part_of(part, index=index[1:], config=config) for part in block]
-        return np.stack(arrays)
+    def read(index: tuple[slice, ...], block: list[TensorPart]) -> np.ndarray:
+        arrays = [read_one(part, index=index[1:]) for part in block]
+        return np.stack(arrays) if len(arrays) > 1 else arrays[0][None]
 
     for first in range(0, len(parts), count):
-        part = _to_devices(part_shape, part_layout, dtype, functools.partial(read, first=first))
+        read_block = functools.partial(read, block=parts[first : first + count])
+        part = _to_devices((count, *part_shape), part_layout, dtype, read_block)
         index = np.unravel_index(first, shape[:axes])
         stack = set_part(stack, part, *map(int, index)).block_until_ready()
     return stack
@@ -440,12 +436,11 @@ def load_params(
 
     Raises `ConfigError` if tensors are missing, unknown, wrongly shaped or not finite.
     """
-    tensors = Tensors(folder, field)
-    tensors.split_experts(config)
+    tensors = Tensors(folder, field, config)
     boxed, shapes = abstract_params(config), param_paths.param_shapes(config)
     shardings = sharding.flatten(sharding.tree_shardings(mesh, boxed))
     arrays = {}
-    if fresh_score and param_paths.TOP_TENSORS["score"] not in tensors.shapes:
+    if fresh_score and param_paths.TOP_TENSORS["score"] not in tensors.stored:
         arrays["score"] = jax.device_put(
             np.zeros(shapes.pop("score"), np.float32), shardings["score"]
         )
@@ -454,15 +449,10 @@ def load_params(
         if not wanted(path):
             continue
         dtype = forward_dtype(path, config) if cast else jnp.float32
-        if param_paths.below_stack(path):
-            arrays[path] = _load_stack(tensors, path, shape, shardings[path], dtype, config)
-            continue
-        (part,) = param_paths.published_parts(path, config)
-        read = functools.partial(_read_part, tensors, part, path, shape, config=config)
-        arrays[path] = _to_devices(shape, shardings[path], dtype, read)
+        arrays[path] = _load_param(tensors, path, shape, shardings[path], dtype, config)
     if nonfinite_names := nonfinite.describe(arrays):
         problem = f"holds numbers that are not finite: {nonfinite_names}"
-        raise ConfigError(f"config.{field} = '{tensors.named}': {problem}")
+        raise ConfigError(f"config.{field} = '{tensors.folder}': {problem}")
     return traverse_util.unflatten_dict(arrays, sep="/")
 
 
@@ -470,15 +460,15 @@ def read_layers(
     folder: str | pathlib.Path, paths: Iterable[str], config: DecoderConfig
 ) -> Iterator[tuple[str, Layers]]:
     """Yield parameters of a model folder as functions that read a layer to the host; float32."""
-    tensors, shapes = Tensors(folder), param_paths.param_shapes(config)
-    tensors.split_experts(config)
+    tensors, shapes = Tensors(folder, config=config), param_paths.param_shapes(config)
 
     def layer(path: str, parts: list[TensorPart], number: int) -> np.ndarray:
         shape = shapes[path][param_paths.stacked_axes(path) :]
         return _read_part(tensors, parts[number], path, shape, (slice(None),) * len(shape), config)
 
     for path in paths:
-        yield path, functools.partial(layer, path, param_paths.published_parts(path, config))
+        parts = param_paths.published_parts(path, shapes[path], config)
+        yield path, functools.partial(layer, path, parts)
 
 
 def check_weights(folder: str | pathlib.Path, field: str = "model.folder") -> None:
@@ -490,7 +480,7 @@ def check_weights(folder: str | pathlib.Path, field: str = "model.folder") -> No
 
 def stored_dtype(folder: str | pathlib.Path) -> str:
     """Return the dtype of a folder's weights; float32 if there are several."""
-    dtypes = set(Tensors(folder).dtypes.values())
+    dtypes = {stored.dtype for stored in Tensors(folder).stored.values()}
     return DTYPES.get(dtypes.pop(), "float32") if len(dtypes) == 1 else "float32"
 
 

@@ -15,6 +15,7 @@ import numpy as np
 
 from dapo_jax.model.decoder import DecoderConfig, abstract_params, layer_stacks
 from dapo_jax.model.families import family_of
+from dapo_jax.model.layers import ADAPTER_NAMES
 from dapo_jax.runtime.sharding import flatten, unbox
 
 TOP_TENSORS = {  # published names of parameters outside layers
@@ -40,6 +41,7 @@ class TensorPart(NamedTuple):
     """The part of a published tensor that is one of our matrices or vectors."""
 
     name: str
+    shape: tuple[int, ...]  # of the whole tensor
     expert: int = -1  # index in the first axis of a fused tensor; -1: it is not fused
     first: int = 0  # first index in its last axis ...
     step: int = 1  # ... and distance to the next
@@ -114,43 +116,30 @@ def _names(tensors: Mapping[str, str], path: str, config: DecoderConfig) -> list
     return [f"model.layers.{i}.{tensors[below].format(e)}" for i in numbers for e in experts]
 
 
-def is_fused(path: str, config: DecoderConfig) -> bool:
-    """Return True if one published tensor holds the parameter of all experts of a layer."""
-    below = below_stack(path)
-    return has_experts(path) and "{}" not in family_of(config.family).tensors[below or ""]
-
-
-def fused_paths(path: str, config: DecoderConfig) -> list[str]:
-    """Return the paths that alternate in a published tensor, `path` among them."""
-    if not is_fused(path, config):
-        return [path]
-    stack, _, below = path.partition("/")
-    tensors = family_of(config.family).tensors
-    return [f"{stack}/{other}" for other, name in tensors.items() if name == tensors[below]]
-
-
-def published_parts(path: str, config: DecoderConfig) -> list[TensorPart]:
-    """Return the parts of published tensors that hold a parameter, first layer first."""
-    names = published_names(path, config)
-    if not is_fused(path, config):
-        return [TensorPart(name) for name in names]
-    paths = fused_paths(path, config)
-    first, step = paths.index(path), len(paths)
+def published_parts(path: str, shape: tuple[int, ...], config: DecoderConfig) -> list[TensorPart]:
+    """Return the parts of published tensors that hold a parameter of `shape`, first layer first."""
+    names, shape = published_names(path, config), shape[stacked_axes(path) :]
+    tensors, below = family_of(config.family).tensors, below_stack(path) or ""
+    if not has_experts(path) or "{}" in tensors[below]:
+        return [TensorPart(name, published_shape(path, shape)) for name in names]
+    alternating = [other for other, name in tensors.items() if name == tensors[below]]
+    first, step = alternating.index(below), len(alternating)
+    fused = (config.experts, *shape[:-1], shape[-1] * step)
     return [
-        TensorPart(name, number % config.experts, first, step) for number, name in enumerate(names)
+        TensorPart(name, fused, i % config.experts, first, step) for i, name in enumerate(names)
     ]
 
 
-def tensor_shape(path: str, shape: tuple[int, ...], config: DecoderConfig) -> tuple[int, ...]:
-    """Return the shape of the published tensor that a matrix or vector of `shape` is part of."""
-    if not is_fused(path, config):
-        return published_shape(path, shape)
-    return (config.experts, *shape[:-1], shape[-1] * len(fused_paths(path, config)))
+def input_axes(path: str, shape: tuple[int, ...]) -> int:
+    """Return the number of leading axes that are the input of a published matrix."""
+    if path.endswith(ADAPTER_NAMES):
+        return len(shape) - 1 if path.endswith(ADAPTER_NAMES[0]) else 1
+    return summed_axes(path)
 
 
 def published_shape(path: str, shape: tuple[int, ...]) -> tuple[int, ...]:
     """Return the published shape of a parameter that is `shape` without the layer axis."""
-    inputs = summed_axes(path)
+    inputs = input_axes(path, shape)
     if inputs:
         return (math.prod(shape[inputs:]), math.prod(shape[:inputs]))
     if path.endswith(("bias", *DELTA_RATES)):
@@ -193,7 +182,16 @@ def merged_slice(index: tuple[slice, ...], shape: tuple[int, ...]) -> slice:
 def to_published(path: str, array: np.ndarray, config: DecoderConfig) -> np.ndarray:
     """Return a layer's array, or a parameter outside layers, in the published layout."""
     rows, *columns = published_shape(path, array.shape)
-    if summed_axes(path):
+    if input_axes(path, array.shape):
         array = array.reshape(*columns, rows).T
     array, order = array.reshape(rows, *columns), row_order(path, config)
     return np.ascontiguousarray(array if order is None else array[np.argsort(order)])
+
+
+def from_published(
+    path: str, array: np.ndarray, shape: tuple[int, ...], config: DecoderConfig
+) -> np.ndarray:
+    """Return a published array as a layer's array, or a parameter outside layers, of `shape`."""
+    order = row_order(path, config)
+    array = array if order is None else array[order]
+    return (array.T if input_axes(path, shape) else array).reshape(shape)

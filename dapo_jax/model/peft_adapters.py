@@ -4,6 +4,7 @@ PEFT's A is [rank, in] and its B [out, rank], since a published matrix is [out, 
 [in, rank] and [rank, out] with separate heads, stacked over layers.
 """
 
+import functools
 import hashlib
 import math
 import pathlib
@@ -51,11 +52,6 @@ def adapter_names(path: str, config: DecoderConfig) -> list[str]:
     return [f"base_model.model.{name.removesuffix('weight')}{ending}" for name in names]
 
 
-def input_size(path: str, shape: tuple[int, ...]) -> int:
-    """Return the merged size of the input dimensions of an adapter's matrix."""
-    return shape[0] if path.endswith(ADAPTER_NAMES[1]) else math.prod(shape[:-1])
-
-
 def _check_options(values: dict[str, Any]) -> list[str]:
     """Return the problems of a config: fields that would change what it computes."""
 
@@ -79,7 +75,7 @@ def _check_options(values: dict[str, Any]) -> list[str]:
     return wrong
 
 
-def _check_tensor(name: str, tensors: dict[str, np.ndarray], shape: tuple[int, int]) -> str:
+def _check_tensor(name: str, tensors: dict[str, np.ndarray], shape: tuple[int, ...]) -> str:
     """Return the problem of a tensor; empty if there is none."""
     if name not in tensors:
         return f"{name}: missing"
@@ -148,15 +144,15 @@ def read_adapters(folder: str, config: DecoderConfig) -> dict[str, np.ndarray]:
     arrays, problems = {}, []
     for path, whole in param_paths.param_shapes(config).items():
         if is_trained(path, config):
-            shape = whole[param_paths.stacked_axes(path) :]
-            inner, names = input_size(path, shape), adapter_names(path, config)
-            published = math.prod(shape) // inner, inner
+            shape, names = whole[param_paths.stacked_axes(path) :], adapter_names(path, config)
+            published = param_paths.published_shape(path, shape)
             problems += filter(None, (_check_tensor(name, tensors, published) for name in names))
             if not problems:
-                order = param_paths.row_order(path, config)
-                order = slice(None) if order is None else order
-                stack = np.stack([tensors[name][order].astype(np.float32).T for name in names])
-                arrays[path] = stack.reshape(whole)
+                from_published = functools.partial(
+                    param_paths.from_published, path, shape=shape, config=config
+                )
+                layers = [from_published(tensors[name].astype(np.float32)) for name in names]
+                arrays[path] = np.stack(layers).reshape(whole)
     _raise_problems(folder, problems)
     return arrays
 

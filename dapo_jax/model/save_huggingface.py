@@ -20,6 +20,7 @@ from dapo_jax.model.config_json import decoder_to_json, text_part
 from dapo_jax.model.decoder import DecoderConfig
 from dapo_jax.model.families import family_of
 from dapo_jax.model.load_huggingface import INDEX, Layers
+from dapo_jax.model.param_paths import TensorPart
 from dapo_jax.runtime.nonfinite import NotFinite
 from dapo_jax.runtime.sharding import to_host
 from dapo_jax.runtime.storage.models import model_path
@@ -45,36 +46,32 @@ def published_tensors(
     leaves: Iterable[tuple[str, Layers]], config: DecoderConfig, dtype: str
 ) -> Iterator[tuple[str, np.ndarray]]:
     """Yield every published tensor with its name, converted one by one. Raises `NotFinite`."""
-    waiting: dict[str, Layers] = {}
+    shapes = param_paths.param_shapes(config)
+    waiting: dict[str, dict[TensorPart, Callable]] = {}  # parts of fused tensors that are not whole
     for path, layer in leaves:
-        waiting[path] = layer
-        paths = param_paths.fused_paths(path, config)
-        if not all(other in waiting for other in paths):
-            continue
-        layers = [waiting.pop(other) for other in paths]
-        names = param_paths.published_names(path, config)
-        fused = config.experts if param_paths.is_fused(path, config) else 0
-        for number in range(0, len(names), fused or 1):
+        for number, part in enumerate(param_paths.published_parts(path, shapes[path], config)):
+            parts = waiting.setdefault(part.name, {})
+            parts[part] = functools.partial(layer, number)
+            if len(parts) < (1 if part.expert < 0 else config.experts * part.step):
+                continue
             with np.errstate(over="ignore"):  # NotFinite below is clearer
-                if fused:
-                    array = _fused(layers, range(number, number + fused), dtype)
-                else:
-                    array = param_paths.to_published(path, to_host(layer(number)), config)
-                    array = array.astype(jnp.dtype(dtype))
+                array = _join(path, waiting.pop(part.name), config, jnp.dtype(dtype))
             if not np.isfinite(array).all():
                 problem = f"holds numbers that are not finite as {dtype}: not written"
-                raise NotFinite(f"{names[number]} {problem}")
-            yield names[number], array
+                raise NotFinite(f"{part.name} {problem}")
+            yield part.name, array
 
 
-def _fused(layers: list[Layers], numbers: range, dtype: str) -> np.ndarray:
-    """Return the fused tensor [X, ...] of experts; parameters alternate along its last axis."""
-    first = to_host(layers[0](numbers[0]))
-    shape = len(numbers), *first.shape[:-1], first.shape[-1] * len(layers)
-    array = np.empty(shape, jnp.dtype(dtype))
-    for expert, number in enumerate(numbers):
-        for first, layer in enumerate(layers):
-            array[expert, ..., first :: len(layers)] = to_host(layer(number))
+def _join(
+    path: str, parts: dict[TensorPart, Callable], config: DecoderConfig, dtype: Any
+) -> np.ndarray:
+    """Return a published tensor; fused experts [X, ...] alternate along its last axis."""
+    first, *_ = parts
+    if first.expert < 0:
+        return param_paths.to_published(path, to_host(parts[first]()), config).astype(dtype)
+    array = np.empty(first.shape, dtype)
+    for part, read in parts.items():
+        array[part.expert, ..., part.first :: part.step] = to_host(read())
     return array
 
 
@@ -170,13 +167,9 @@ def save_adapters(
     tensors = {}
     adapters = present(config.adapters, "adapters")
     for path in trained:
-        layer_of = layers_of(path, np.asarray(read(path), np.float32))
+        layer = layers_of(path, np.asarray(read(path), np.float32))
         for number, name in enumerate(peft_adapters.adapter_names(path, config)):
-            layer = layer_of(number)
-            rows = layer.reshape(peft_adapters.input_size(path, layer.shape), -1).T
-            order = param_paths.row_order(path, config)
-            rows = rows if order is None else rows[np.argsort(order)]
-            tensors[name] = np.ascontiguousarray(rows)
+            tensors[name] = param_paths.to_published(path, layer(number), config)
     if folder is None:
         return
     save_tensors(tensors, folder / peft_adapters.WEIGHTS)
