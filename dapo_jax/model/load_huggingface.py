@@ -57,25 +57,21 @@ SHARED = re.compile(r"model\.layers\.(\d+)\.self_attn\.[kv]_(proj|norm)\..*")
 FUSED_EXPERTS = re.compile(r"(.*\.mlp\.experts)\.(gate_up|down)_proj")  # [X, out, in]
 
 
-# --- MXFP4 ----------------------------------------------------------------------------------
-# The format of gpt-oss: FP4 numbers with one scale per block of 32. A number is e2m1 (a sign, two
-# bits of exponent, one of mantissa); a byte holds two, the lower half first. A scale is e8m0, a
-# power of two (OCP Microscaling Formats 1.0, sections 5.3 and 5.4).
+# --- MXFP4: the format of gpt-oss, FP4 numbers with one scale per block of 32 -----------------
 
 BLOCKS, SCALES = "_blocks", "_scales"  # suffixes of a matrix's two tensors
 HOLDS = "BF16"  # narrowest file dtype that represents every number exactly
-PAIRS = 16  # bytes of a block
-_SIZES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-_NUMBERS = np.array([sign * size for sign in (1, -1) for size in _SIZES], np.float32)
-_BOTH = np.stack([np.tile(_NUMBERS, 16), np.repeat(_NUMBERS, 16)], axis=-1)  # by byte
-_POWERS = np.append(np.ldexp(np.float32(1), np.arange(255) - 127), np.float32(np.nan))
+PAIRS = 16  # bytes of a block, each with two numbers, the lower half first
+_HALVES = np.stack([np.arange(256) & 15, np.arange(256) >> 4], axis=-1).astype(np.uint8)
+_NUMBERS = _HALVES.view(jnp.float4_e2m1fn).astype(np.float32)  # by byte
 
 
 def dequantise(
     blocks: UInt8[np.ndarray, "X O G 16"], scales: UInt8[np.ndarray, "X O G"]
 ) -> Float[np.ndarray, "X I O"]:
     """Return the matrices of a layer's experts; a scale of 255 means NaN."""
-    numbers = _BOTH[blocks].reshape(*scales.shape, -1) * _POWERS[scales][..., None]
+    powers = scales.view(jnp.float8_e8m0fnu).astype(np.float32)
+    numbers = _NUMBERS[blocks].reshape(*scales.shape, -1) * powers[..., None]
     return numbers.reshape(*scales.shape[:2], -1).swapaxes(1, 2)
 
 

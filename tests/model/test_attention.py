@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 from types import SimpleNamespace
 
 import jax
@@ -110,7 +111,8 @@ def ragged_ids(length: int, rows: int = ROWS) -> np.ndarray:
     ids = np.zeros((rows, length), np.int32)
     for row in range(rows):
         end = length - row * (length // rows)
-        cuts = np.sort(RNG.choice(np.arange(1, end), 5, replace=False)) if row else []
+        is_cut = row and end > 5
+        cuts = np.sort(RNG.choice(np.arange(1, end), 5, replace=False)) if is_cut else []
         ids[row, :end] = 1 + np.searchsorted(cuts, np.arange(end), side="right")
     return ids
 
@@ -149,41 +151,71 @@ def assert_equal(actual, expected, tolerance=2e-6):
     jax.tree.map(check, jax.device_get(actual), jax.device_get(expected))
 
 
+SINKS = jnp.array([0.5, -1.0, 3.0, 0.0])
+
+
+@functools.cache
+def by_plain(length: int = LENGTH, tokens: int | None = None, sinks: bool = False):
+    """Return arrays, segments, and what plain attention makes of them."""
+    arrays, ids, window = inputs(length), ragged_ids(length), tokens and Window(tokens)
+    return arrays, ids, results("plain", arrays, ids, None, window, SINKS if sinks else None)
+
+
+def equals_plain(name, length, sizes=None, *, block=16, window=None, sinks=False, slow=False):
+    """Row of the test below; a window in a tuple is one of a program with full layers too."""
+    row = name, length, sizes, block, window, sinks
+    return pytest.param(
+        *row, marks=[pytest.mark.slow] * slow, id=f"{name}-{length}-{sizes}-{window}"
+    )
+
+
+EACH_DEVICE = {"data": 2, "fsdp": 2, "tensor": 2}
+
+
 @pytest.mark.parametrize(
-    ("length", "tokens"),
-    [(64, None), (50, None), (16, None), (1, None), (50, 7), (50, 16), (50, 33), (50, 1), (9, 3)],
-)
-def test_blocked_attention_equals_plain(length, tokens, monkeypatch):
-    monkeypatch.setattr(blockwise_attention, "BLOCK", 16)
-    ids = ragged_ids(length) if length > 16 else np.ones((ROWS, length), np.int32)
-    arrays, window = inputs(length), tokens and training_attention.Window(tokens)
-    expected = results("plain", arrays, ids, window=window)
-    assert_equal(results("blocked", arrays, ids, window=window), expected)
-
-
-@pytest.fixture(scope="module")
-def by_plain():
-    """Arrays, segments, and what plain attention makes of them."""
-    arrays, ids = inputs(), ragged_ids(LENGTH)
-    return arrays, ids, results("plain", arrays, ids)
-
-
-@pytest.mark.parametrize(
-    ("name", "sizes"),
+    ("name", "length", "sizes", "block", "window", "sinks"),
     [
-        ("blocked", (2, 2, 1, 2)),
-        ("blocked", (1, 1, 4, 2)),
-        ("splash", (1, 2, 2, 2)),
-        pytest.param("cudnn", (2, 2, 1, 2), marks=pytest.mark.slow),
+        *(equals_plain("blocked", length) for length in (64, 50, 16, 1)),
+        *(equals_plain("blocked", 50, window=tokens) for tokens in (7, 16, 33, 1)),
+        equals_plain("blocked", 9, window=3),
+        # Each device has its own rows and heads.
+        equals_plain("blocked", LENGTH, EACH_DEVICE, block=128),
+        equals_plain("blocked", LENGTH, {"decode_tensor": 4, "tensor": 2}, block=128),
+        equals_plain("splash", LENGTH, {"fsdp": 2, "decode_tensor": 2, "tensor": 2}),
+        equals_plain("cudnn", LENGTH, EACH_DEVICE, slow=True),
+        # One program for sliding layers and for full ones.
+        equals_plain("blocked", 256, EACH_DEVICE, block=64, window=(100,)),
+        equals_plain("blocked", 256, EACH_DEVICE, block=64, window=(100,), sinks=True),
+        equals_plain("cudnn", 256, EACH_DEVICE, window=(100,)),
+        equals_plain("splash", 256, EACH_DEVICE, window=(100,), slow=True),
+        equals_plain("splash", 256, EACH_DEVICE, window=(100,), sinks=True, slow=True),
+        # Rows are cut over devices; blocks of 5 divide no piece.
+        equals_plain("blocked", 48, {"fsdp": -1, "tensor": 2, "context": 2}, block=5, window=7),
+        equals_plain("blocked", 48, {"fsdp": -1, "context": 4}, block=5),
+        equals_plain("blocked", 48, {"fsdp": -1, "tensor": 2, "context": 2}, sinks=True),
+        *(
+            equals_plain(
+                "splash", 512, {"fsdp": 2, "tensor": 2, "context": 2}, window=window, slow=True
+            )
+            for window in (None, 100, (100,))
+        ),
     ],
 )
 @pytest.mark.usefixtures("cudnn_reference")
-def test_each_device_attends_with_its_own_rows_and_heads(name, sizes, monkeypatch, by_plain):
-    monkeypatch.setattr(blockwise_attention, "BLOCK", 128)
-    data, fsdp, decode_tensor, tensor = sizes
-    mesh = make_mesh(data, fsdp, tensor, decode_tensor=decode_tensor)
-    arrays, ids, expected = by_plain
-    assert_equal(results(name, arrays, ids, mesh), expected)
+def test_attention_and_its_gradients_equal_plain(
+    name, length, sizes, block, window, sinks, monkeypatch
+):
+    monkeypatch.setattr(blockwise_attention, "BLOCK", block)
+    monkeypatch.setattr(splash_attention, "MAX_BLOCK", 128)
+    mesh = sizes and make_mesh(**({"data": 1, "fsdp": 1, "tensor": 1} | sizes))
+    cases = {window: window and Window(window)}
+    if isinstance(window, tuple):
+        (tokens,) = window
+        cases = {tokens: Window(tokens, jnp.array(True)), None: Window(tokens, jnp.array(False))}
+    for tokens, options in cases.items():
+        arrays, ids, expected = by_plain(length, tokens, sinks)
+        actual = results(name, arrays, ids, mesh, options, SINKS if sinks else None)
+        assert_equal(actual, expected)
 
 
 @pytest.mark.parametrize("tokens", [1, 5, 40])
@@ -198,30 +230,6 @@ def test_a_window_masks_what_a_loop_masks(slides, tokens):
     np.testing.assert_array_equal(
         training_attention.packed_mask(RowIds(jnp.asarray(ids)), window), mask
     )
-
-
-SINKS = jnp.array([0.5, -1.0, 3.0, 0.0])
-
-
-@pytest.mark.parametrize(
-    ("name", "sinks"),
-    [
-        ("blocked", None),
-        ("blocked", SINKS),
-        ("cudnn", None),
-        pytest.param("splash", None, marks=pytest.mark.slow),
-        pytest.param("splash", SINKS, marks=pytest.mark.slow),
-    ],
-)
-@pytest.mark.usefixtures("cudnn_reference")
-def test_one_program_attends_in_sliding_layers_and_in_full_ones(name, sinks, monkeypatch):
-    monkeypatch.setattr(blockwise_attention, "BLOCK", 64)
-    monkeypatch.setattr(splash_attention, "MAX_BLOCK", 128)
-    arrays, ids, mesh = inputs(256), ragged_ids(256), make_mesh(2, 2, 2)
-    for slides, static in ((True, training_attention.Window(100)), (False, None)):
-        expected = results("plain", arrays, ids, None, static, sinks)
-        window = training_attention.Window(100, jnp.array(slides))
-        assert_equal(results(name, arrays, ids, mesh, window, sinks), expected)
 
 
 def gradient_program(config: decoder.DecoderConfig, length: int, mesh):
@@ -282,21 +290,16 @@ def test_attention_that_rows_or_devices_do_not_support_is_rejected():
 @pytest.mark.parametrize(
     ("tokens", "sizes"), [(None, (5, 7)), (40, (8, 64)), (40, (5, 6))]
 )  # some rows have 7 segments
-def test_packed_rows_by_cudnn_equal_plain_attention(
-    tokens, sizes, monkeypatch, by_plain, cudnn_reference
-):
+def test_packed_rows_by_cudnn_equal_plain_attention(tokens, sizes, monkeypatch, cudnn_reference):
     monkeypatch.setattr(cudnn_attention, "SEGMENTS", sizes)
     monkeypatch.setattr(blockwise_attention, "BLOCK", 64)
-    arrays, ids, expected = by_plain
-    window = tokens and Window(tokens)
-    if window:
-        expected = results("plain", arrays, ids, window=window)
-    assert_equal(results("cudnn", arrays, ids, window=window), expected)
+    arrays, ids, expected = by_plain(tokens=tokens)
+    assert_equal(results("cudnn", arrays, ids, window=tokens and Window(tokens)), expected)
     assert set(cudnn_reference) == {tokens}
 
 
-def test_a_layer_that_cudnn_can_not_express_is_computed_in_blocks(by_plain):
-    arrays, ids, expected = by_plain  # float32
+def test_a_layer_that_cudnn_can_not_express_is_computed_in_blocks():
+    arrays, ids, expected = by_plain()  # float32
     assert_equal(results("cudnn", arrays, ids), expected)
 
 
@@ -367,29 +370,6 @@ def test_a_gpu_takes_cudnn_if_it_can_express_the_rows_and_says_why_not():
 
 # --- rows cut over devices -----------------------------------------------------------------------
 
-CONTEXT_LENGTH = 48
-slow = pytest.mark.slow
-
-
-@pytest.mark.parametrize(("tensor", "context", "tokens"), [(2, 2, 7), (1, 4, None)])
-def test_attention_over_cut_rows_equals_plain(tensor, context, tokens, monkeypatch):
-    monkeypatch.setattr(blockwise_attention, "BLOCK", 5)  # divides no piece
-    arrays, ids = inputs(CONTEXT_LENGTH), ragged_ids(CONTEXT_LENGTH)
-    window = None if tokens is None else Window(tokens)
-    expected = results("plain", arrays, ids, window=window)
-    mesh = make_mesh(1, -1, tensor, context=context)
-    assert_equal(results("blocked", arrays, ids, mesh, window), expected)
-
-
-@slow
-@pytest.mark.parametrize("window", [None, Window(100), Window(100, jax.numpy.array(True))])
-def test_splash_over_cut_rows_equals_plain(window, monkeypatch):
-    monkeypatch.setattr(splash_attention, "MAX_BLOCK", 128)
-    arrays, ids = inputs(512), ragged_ids(512)
-    expected = results("plain", arrays, ids, window=window)
-    mesh = make_mesh(1, 2, 2, context=2)
-    assert_equal(results("splash", arrays, ids, mesh, window), expected)
-
 
 def train(config, mesh):
     """Return loss and gradient of packed rows."""
@@ -410,11 +390,12 @@ EXPERTS = dataclasses.replace(MOE, attention="blocked")
 @pytest.mark.parametrize(
     ("config", "sizes"),
     [
-        pytest.param(BLOCKED, {"tensor": 2, "context": 2}, id="blocked, tensor", marks=slow),
+        pytest.param(BLOCKED, {"tensor": 2, "context": 2}, id="blocked, tensor"),
         pytest.param(WINDOWS, {"context": 4}, id="windows"),
-        pytest.param(EXPERTS, {"context": 2, "expert": 2}, id="experts", marks=slow),
+        pytest.param(EXPERTS, {"context": 2, "expert": 2}, id="experts"),
     ],
 )
+@pytest.mark.slow
 def test_packed_rows_cut_by_length_train_as_on_one_device(config, sizes, one_device, monkeypatch):
     monkeypatch.setattr(blockwise_attention, "BLOCK", 4)
     mesh = make_mesh(1, -1, **{"tensor": 1} | sizes)

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from conftest import DELTA
 from flax.traverse_util import flatten_dict
+from jax.extend.core import jaxprs_in_params
 from safetensors.numpy import load_file, save_file
 from samplers import PROMPTS, make_sampler, place, sample, tokens_of
 from test_windows import LENGTH, TOKENS, unstacked
@@ -142,10 +143,8 @@ def sizes_of(jaxpr):
     """Sizes of all arrays in a traced program, those of inner programs too."""
     for equation in jaxpr.eqns:
         yield from (math.prod(out.aval.shape) for out in equation.outvars)
-        for inner in jax.tree.leaves(equation.params, is_leaf=lambda x: hasattr(x, "eqns")):
-            inner = getattr(inner, "jaxpr", inner)
-            if hasattr(inner, "eqns"):
-                yield from sizes_of(inner)
+        for inner in jaxprs_in_params(equation.params):
+            yield from sizes_of(inner)
 
 
 def test_no_array_holds_pairs_of_tokens_or_a_state_per_token():

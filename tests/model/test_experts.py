@@ -183,8 +183,9 @@ def run(params=None, config=MOE, routes=None, record=()):
     return jax.jit(lambda p: hidden_states(p, config, rows, record))(params or make_params())
 
 
-def record(*arguments):
-    hidden, records = run(*arguments, record=[ROUTES])
+@functools.cache
+def recorded():
+    hidden, records = run(record=[ROUTES])
     return hidden, records.routes
 
 
@@ -193,20 +194,17 @@ def others(routes):
     return (routes + 1) % MOE.experts
 
 
-def test_replayed_routes_of_the_same_parameters_change_no_bit():
-    hidden, routes = record()
+def test_routes_that_are_known_are_taken_and_those_of_the_same_parameters_change_no_bit():
+    hidden, routes = recorded()
     assert routes.shape == (ROWS, LENGTH, MOE.layers, 3) and routes.dtype == jnp.int8
     assert route_dtype(128) == jnp.int8 and route_dtype(129) == jnp.int16
-    again, records = run(routes=routes, record=[REPLACED])
-    np.testing.assert_array_equal(again, hidden)
-    assert not records.replaced.any()
-
-
-def test_unknown_routes_are_the_routers_own_and_known_ones_are_taken():
-    hidden, routes = record()
-    np.testing.assert_array_equal(run(routes=jnp.full_like(routes, -1))[0], hidden)
     half = jnp.where(jnp.arange(LENGTH)[:, None, None] < 3, others(routes), -1)
-    found, records = run(routes=half, record=[ROUTES, REPLACED])
+    replay = jax.jit(lambda p, known: run(p, routes=known, record=[ROUTES, REPLACED]))
+    for known in routes, jnp.full_like(routes, -1):
+        again, records = replay(make_params(), known)
+        np.testing.assert_array_equal(again, hidden)
+        assert not records.replaced.any()
+    found, records = replay(make_params(), half)
     np.testing.assert_array_equal(records.routes[:, :3], others(routes)[:, :3])
     assert (records.replaced[:, :, :3] > 0).any() and not records.replaced[:, :, 3:].any()
     assert np.abs(found - hidden)[:, :3].max() > 1e-3
@@ -257,14 +255,14 @@ def test_balance_is_the_load_balance_loss_and_one_where_the_load_is_even():
 @pytest.mark.slow
 @pytest.mark.parametrize("sizes", [{"expert": 4, "tensor": 2, "fsdp": 1}, {"fsdp": 4, "tensor": 2}])
 def test_replay_is_the_same_on_a_mesh(sizes):
-    hidden, routes = record()
-    recorded = [ROUTES, REPLACED, BALANCE]
-    expected, wanted = run(routes=others(routes), record=recorded)
+    hidden, routes = recorded()
+    collections = [ROUTES, REPLACED, BALANCE]
+    expected, wanted = run(routes=others(routes), record=collections)
     assert np.abs(expected - hidden).max() > 1e-3
     with sharding.activate(make_mesh(**({"data": 1} | sizes))):
         arrays = ROUTES_TOKENS, SEGMENTS, PLACES, others(routes)
         rows = Rows(*(jnp.tile(x, (4,) + (1,) * (x.ndim - 1)) for x in arrays))
-        found, records = jax.jit(lambda p: hidden_states(p, MOE, rows, recorded))(make_params())
+        found, records = jax.jit(lambda p: hidden_states(p, MOE, rows, collections))(make_params())
     np.testing.assert_allclose(found[:ROWS], expected, atol=1e-5)
     np.testing.assert_array_equal(records.routes[:ROWS], wanted.routes)
     np.testing.assert_allclose(records.replaced[:, :ROWS], wanted.replaced, atol=1e-5)

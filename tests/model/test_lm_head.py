@@ -71,16 +71,6 @@ def test_products_with_the_head_are_made_for_needed_tokens_only(monkeypatch):
     assert np.isfinite(gradient).all()
 
 
-def test_capped_logits_and_their_gradients_equal_those_of_the_softmax():
-    def capped(hidden, head, targets, needed):
-        logits = 2.0 * jnp.tanh(hidden @ head / 2.0)
-        return by_definition(logits, jnp.eye(head.shape[1]), targets, needed, 0.7)
-
-    for chunk_tokens in 5, 10**6:
-        actual = with_gradients(head_logprobs, Scale(0.7, 2.0), chunk_tokens)(HIDDEN, HEAD)
-        assert_same(actual, with_gradients(capped)(HIDDEN, HEAD))
-
-
 # Most targets lie below their edges, and are kept; a sixth of the tokens keep the vocabulary.
 EDGES = np.where(
     RNG.uniform(size=(ROWS, LENGTH)) < 1 / 6, -np.inf, -RNG.uniform(0, 9, (ROWS, LENGTH))

@@ -17,15 +17,12 @@ from jax.extend.core import jaxprs_in_params
 from safetensors.numpy import load_file, save_file
 from test_windows import assert_decoding_equals_training
 
-from dapo_jax.config.experiment import Lora
 from dapo_jax.extras.families.mixed_layers import periods
 from dapo_jax.model.decoder import Decoder, abstract_params, init_params, layer_stacks
 from dapo_jax.model.load_huggingface import read_config
 from dapo_jax.model.logprobs import Rows, token_logprobs
-from dapo_jax.model.trainable import choose_trained
 from dapo_jax.runtime import sharding
 from dapo_jax.runtime.sharding import make_mesh, unbox
-from dapo_jax.types.errors import ConfigError
 
 FOLDER = pathlib.Path(__file__).parents[1] / "fixtures/models/gemma4"
 GEMMA_4 = dataclasses.replace(  # every switch of the family
@@ -144,11 +141,6 @@ def test_the_forward_pass_keeps_the_parameters_of_layers_without_copies():
     up = params["layers"]["up"]["kernel"].shape[1:]
     assert (2, 3, 1, 8, config.embed) in stacked  # the layers' inputs
     assert not [shape for shape in stacked if shape[-2:] == up]
-
-
-def test_frozen_layers_are_rejected():
-    with pytest.raises(ConfigError, match=r"model.freeze_layers = 0.5: must be 0 for policies of"):
-        choose_trained(GEMMA_4, 0.5, Lora())
 
 
 def test_a_multimodal_folder_gives_the_text_model(tmp_path, one_device, capsys):

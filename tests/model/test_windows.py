@@ -10,10 +10,10 @@ import pytest
 from conftest import TINY
 from flax.traverse_util import flatten_dict, unflatten_dict
 from named_meshes import named_mesh
-from test_attention import GEMMA, assert_equal, inputs, ragged_ids, results
+from test_attention import GEMMA, SINKS, assert_equal, inputs, ragged_ids, results
 
 from dapo_jax.config.experiment import Mesh, Sampler
-from dapo_jax.model import blockwise_attention, inference
+from dapo_jax.model import inference
 from dapo_jax.model.caches import KVCache, PageCache
 from dapo_jax.model.decode_attention import PagedAttention, SlotContext, attend_slots
 from dapo_jax.model.decoder import (
@@ -27,7 +27,7 @@ from dapo_jax.model.decoder import (
 )
 from dapo_jax.model.lm_head import Scale
 from dapo_jax.rollout.cache_layout import choose_layout
-from dapo_jax.runtime.sharding import make_mesh, unbox
+from dapo_jax.runtime.sharding import unbox
 
 LENGTH = 12
 TOKENS = np.random.default_rng(1).integers(2, 32, (1, LENGTH)).astype(np.int32)
@@ -100,7 +100,6 @@ def test_the_scale_of_embeddings_is_rounded_as_they_are():
 
 # --- sinks ---------------------------------------------------------------------------------------
 
-SINKS = np.float32([0.5, -1.0, 3.0, 0.0])  # of four query heads
 GPT_OSS = dataclasses.replace(  # every switch of the family
     TINY,
     family="gpt_oss",
@@ -146,16 +145,10 @@ def by_definition(queries, keys, values, context, cache, options):
     return jnp.stack(heads, axis=2), None
 
 
-@pytest.mark.parametrize(
-    ("name", "sizes"),
-    [("plain", {}), ("blocked", {"tensor": 2}), ("blocked", {"context": 2, "tensor": 2})],
-)
-def test_sinks_and_their_gradients_are_those_of_one_more_column(name, sizes, monkeypatch):
-    monkeypatch.setattr(blockwise_attention, "BLOCK", 16)
+def test_sinks_and_their_gradients_are_those_of_one_more_column():
     arrays, ids = inputs(48), ragged_ids(48)
-    mesh = make_mesh(**({"data": 1, "fsdp": -1, "tensor": 1} | sizes))
     expected = results(by_definition, arrays, ids, sinks=SINKS)
-    assert_equal(results(name, arrays, ids, mesh, sinks=SINKS), expected)
+    assert_equal(results("plain", arrays, ids, sinks=SINKS), expected)
 
 
 def test_slots_pages_and_scores_equal_training_of_sinks(params, one_device):
