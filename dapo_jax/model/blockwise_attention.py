@@ -76,22 +76,21 @@ class Blocks(NamedTuple):
         return -(-self.start() // self.keys.shape[3])
 
 
-def _cut(array: Array, size: int) -> Array:
-    """Cut [B, T, ...] into [n, B, b, ...]; the last block is padded with zeros."""
-    pad = [(0, 0)] * array.ndim
-    pad[1] = (0, -array.shape[1] % size)
-    array = jnp.pad(array, pad)
+def cut(array: Array, size: int, mode: str = "constant") -> Array:
+    """Cut [B, T, ...] into [n, B, size, ...]; the last block is padded, with zeros by default."""
+    pad = [(0, 0), (0, -array.shape[1] % size), *[(0, 0)] * (array.ndim - 2)]
+    array = jnp.pad(array, pad, mode)
     return array.reshape(array.shape[0], -1, size, *array.shape[2:]).swapaxes(0, 1)
 
 
 def _join(blocks: Array, length: int) -> Array:
-    """Join the blocks of `_cut` to [B, T, ...] again, without padding."""
+    """Join the blocks of `cut` to [B, T, ...] again, without padding."""
     array = blocks.swapaxes(0, 1)
     return array.reshape(array.shape[0], -1, *array.shape[3:])[:, :length]
 
 
 def _cut_queries(queries: Float[Array, "B T H E"], kv_heads: int, size: int):
-    blocks = _cut(queries, size)
+    blocks = cut(queries, size)
     grouped = blocks.reshape(*blocks.shape[:3], kv_heads, -1, blocks.shape[-1])
     return grouped.transpose(0, 1, 3, 4, 2, 5)
 
@@ -112,10 +111,10 @@ def _blocks(queries, keys, values, ids: RowIds, sinks, first) -> Blocks:
         )
     return Blocks(
         _cut_queries(queries * queries.shape[-1] ** -0.5, kv_heads, size),
-        _cut(keys, size).swapaxes(2, 3),
-        _cut(values, size).swapaxes(2, 3),
-        jax.tree.map(lambda row: _cut(row, size), query_ids),
-        jax.tree.map(lambda row: _cut(row, size), ids),
+        cut(keys, size).swapaxes(2, 3),
+        cut(values, size).swapaxes(2, 3),
+        jax.tree.map(lambda row: cut(row, size), query_ids),
+        jax.tree.map(lambda row: cut(row, size), ids),
         first,
         None if sinks is None else sinks.reshape(kv_heads, -1),
     )
@@ -237,9 +236,9 @@ def _gradients(kept, upstream):
     queries, keys, values, ids, sinks = arrays
     blocks = _blocks(queries, keys, values, ids, sinks, span.first)
     kv_heads, size, length = keys.shape[2], blocks.keys.shape[3], keys.shape[1]
-    cut = functools.partial(_cut_queries, kv_heads=kv_heads, size=size)
+    cut_queries = functools.partial(_cut_queries, kv_heads=kv_heads, size=size)
     d_queries, d_keys, d_values, d_sinks = _backward(
-        blocks, span.reach, cut(mixed), log_total, cut(upstream)
+        blocks, span.reach, cut_queries(mixed), log_total, cut_queries(upstream)
     )
     d_queries = _join_queries(d_queries, queries.shape[1]) * queries.shape[-1] ** -0.5
     return (

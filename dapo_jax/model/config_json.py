@@ -187,10 +187,11 @@ def _merge(tables: dict[str, dict[str, Any]]) -> dict[str, Any]:
     return {name: value for name, value in merged.items() if value is not None}
 
 
-def _gather_rope(values: dict[str, Any], family: Family) -> dict[str, Any]:
-    """Return a config.json with all rotations in `rope_parameters`, as in newer folders.
+def _gather_rope(values: dict[str, Any], family: Family) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return tables of the rotations of full and of sliding layers, as in `rope_parameters`.
 
-    Older ones have `rope_scaling` and fields outside tables. Raises ValueError if two differ.
+    The second is empty for a family with the same rotations in all layers. Older folders have
+    `rope_scaling` and fields outside tables. Raises ValueError if two differ.
     """
     new, old = (_rope_table(values, name) for name in ("rope_parameters", "rope_scaling"))
     new = new if new or old else family.defaults.get("rope_parameters", {})
@@ -209,7 +210,7 @@ def _gather_rope(values: dict[str, Any], family: Family) -> dict[str, Any]:
         plain = {}
     if not family.local_rope:
         tables = {"rope_parameters.": plain, "rope_scaling.": old, "": outside}
-        return values | {"rope_parameters": {"rope_theta": base} | _merge(tables)}
+        return {"rope_theta": base} | _merge(tables), {}
     full, sliding = (_rope_table(new, kind) for kind in (FULL, SLIDING))
     if old.get("rope_type") and full.get("rope_type") == "default":
         del full["rope_type"]
@@ -217,19 +218,13 @@ def _gather_rope(values: dict[str, Any], family: Family) -> dict[str, Any]:
     bases = {f"rope_parameters.{SLIDING}.rope_theta": sliding.get("rope_theta")}
     local = same_value(bases | {_LOCAL: values.get(_LOCAL)})
     local = local or family.defaults.get(_LOCAL) or values.get("rope_theta") or base
-    tables = {FULL: {"rope_theta": base} | full, SLIDING: sliding | {"rope_theta": local}}
-    return values | {"rope_parameters": tables}
+    return {"rope_theta": base} | full, sliding | {"rope_theta": local}
 
 
-def _read_table(
-    values: dict[str, Any], rope: dict[str, Any], grows: bool = False, partial: float = 1.0
-) -> dict[str, Any]:
-    """Return base and scaling of rotations as fields of a decoder.
-
-    `partial` is below 1 for a family with rotations of a part of each head.
-    """
+def _read_rope(values: dict[str, Any], rope: dict[str, Any], family: Family) -> dict[str, Any]:
+    """Return base and scaling of rotations as fields of a decoder."""
     kind, rotated = rope.get("rope_type", "default"), rope.get("partial_rotary_factor", 1)
-    if partial == 1 and kind != "proportional" and rotated != 1:
+    if family.partial_rotary == 1 and kind != "proportional" and rotated != 1:
         raise ValueError(f"partial_rotary_factor {reprlib.repr(rotated)}: must be 1.0")
     if kind != "default" and (not isinstance(kind, str) or kind not in _FIELDS):
         allowed = "', '".join(_FIELDS)
@@ -237,7 +232,7 @@ def _read_table(
     theta = read_number(rope, "rope_theta")
     if kind == "default":
         return {"rope_theta": theta}
-    fields = _FIELDS[kind] | (_QUERY_GROWTH if grows else {})
+    fields = _FIELDS[kind] | (_QUERY_GROWTH if family.query_growth else {})
     read: dict[str, Any] = {"kind": kind}
     for name, ours in fields.items():
         if name == "attention_factor":
@@ -259,16 +254,6 @@ def _read_table(
             f"{high} = {scaling.high_turns}: must be above {low} = {scaling.low_turns}"
         )
     return {"rope_theta": theta, "rope_scaling": scaling}
-
-
-def _read_local_rope(values: dict[str, Any], some_slide: bool, all_slide: bool) -> dict[str, Any]:
-    """Return the rotations of a family with separate ones for sliding layers."""
-    full, sliding = (_read_table(values, values["rope_parameters"][k]) for k in (FULL, SLIDING))
-    if "rope_scaling" in sliding:
-        raise ValueError(f"rope_parameters of {SLIDING}: must be of type 'default'")
-    if all_slide:
-        return sliding
-    return full | ({"sliding_rope_theta": sliding["rope_theta"]} if some_slide else {})
 
 
 # --- decoders -------------------------------------------------------------------------------
@@ -379,10 +364,9 @@ def _read_rotated(values: dict[str, Any], family: Family, layers: int) -> dict[s
     return {} if all(rotated) else {"rotated": rotated}
 
 
-def _read_rotary_dim(values: dict[str, Any], family: Family, head_dim: int) -> dict[str, Any]:
+def _read_rotary_dim(rope: dict[str, Any], family: Family, head_dim: int) -> dict[str, Any]:
     """Return the dimensions of a head that rotate. Raises ValueError if they are no pairs."""
-    table = values["rope_parameters"]
-    factor = read_number(table, "partial_rotary_factor", family.partial_rotary)
+    factor = read_number(rope, "partial_rotary_factor", family.partial_rotary)
     width = int(head_dim * factor)
     if width % 2 or not width:
         raise ValueError(f"partial_rotary_factor = {factor}: must be of an even number above 0")
@@ -432,7 +416,8 @@ def decoder_from_json(
         for names in SPELLINGS:
             value = same_value({name: values.get(name) for name in names})
             values = values | (dict.fromkeys(names, value) if value is not None else {})
-        values = _gather_rope(family.prepare(values), family)
+        values = family.prepare(values)
+        rope, sliding_rope = _gather_rope(values, family)
         _check_supported(values, family)
         given = {name: value for name, value in values.items() if value is not None}
         derived = dict.fromkeys({"num_key_value_heads"} & values.keys())  # if it is null
@@ -440,18 +425,19 @@ def decoder_from_json(
         fields = _read_fields(values, family) | family.fixed
         if family.delta_interval is not None:
             fields |= _read_recurrent(values, family, fields["layers"])
-            fields |= _read_rotary_dim(values, family, fields["head_dim"])
+            fields |= _read_rotary_dim(rope, family, fields["head_dim"])
             values = values | {"layer_types": None}
         windows = _read_windows(values, family, fields["layers"])
         _check_sharing(fields, windows)
         fields |= _read_rotated(values, family, fields["layers"])
+        rotations = _read_rope(values, rope, family)
         if family.local_rope:
+            local = _read_rope(values, sliding_rope, family)
+            if "rope_scaling" in local:
+                raise ValueError(f"rope_parameters of {SLIDING}: must be of type 'default'")
             some_slide = bool(windows.get("sliding"))
-            all_slide = bool(windows) and not some_slide
-            rotations = _read_local_rope(values, some_slide, all_slide)
-        else:
-            table = values["rope_parameters"]
-            rotations = _read_table(values, table, family.query_growth, family.partial_rotary)
+            rotations |= {"sliding_rope_theta": local["rope_theta"]} if some_slide else {}
+            rotations = local if windows and not some_slide else rotations
         return DecoderConfig(**fields, family=kind, **windows, **rotations, **numerics)
     except KeyError as missing:
         raise ConfigError(f"config.{field}: {folder}/config.json has no {missing}", field) from None
@@ -502,16 +488,12 @@ def decoder_to_json(config: DecoderConfig) -> dict[str, Any]:
 
 
 def _windows_json(config: DecoderConfig, windows: Windows) -> dict[str, Any]:
-    slides = config.sliding or (config.window is not None,) * config.layers
+    slides, has_window = config.sliding, config.window is not None
+    if windows.switch and not has_window:
+        return {}
+    slides = slides or (has_window,) * config.layers
     types = [SLIDING if layer_slides else FULL for layer_slides in slides]
-    if config.window is None:
-        if windows.switch:
-            return {}
-        layer_types = {} if windows.period is None else {"layer_types": types}
-        return {"sliding_window": None} | layer_types
+    lists = windows.by_layer if has_window else windows.period is not None
     values: dict[str, Any] = {"sliding_window": config.window}
-    if windows.switch:
-        values["use_sliding_window"] = True
-    if windows.by_layer:
-        values["layer_types"] = types
-    return values
+    values |= {"use_sliding_window": True} if windows.switch else {}
+    return values | ({"layer_types": types} if lists else {})

@@ -136,11 +136,15 @@ def projection(
     return Projection(features, axes, config.dtype, name=name, **options)
 
 
-def look_up(table: Float[Array, "V D"], tokens: Int[Array, "R T"], dtype: Any) -> Array:
-    """Return the embeddings [R T D] of packed rows; the table is gathered over width in `dtype`.
+def look_up(
+    table: Float[Array, "V D"], tokens: Int[Array, "R T"], dtype: Any, *, is_wide: bool = False
+) -> Array:
+    """Return the embeddings [R T D] of packed rows in `dtype`.
 
     Each device looks up its own tokens in its part of the vocabulary. Otherwise the compiler
-    gathers rows of other devices for the table's gradient.
+    gathers rows of other devices for the table's gradient. The table is gathered over width, unless
+    it `is_wide`, wider than the residual stream: then each device looks up the tokens of all
+    devices in its columns, and they exchange the results.
     """
     if sharding.active_mesh() is None:
         return table.astype(dtype)[tokens]
@@ -148,14 +152,20 @@ def look_up(table: Float[Array, "V D"], tokens: Int[Array, "R T"], dtype: Any) -
 
     def look_up_locally(table: Float[Array, "v d"], tokens: Int[Array, "r t"]) -> Array:
         table = table.astype(dtype)
-        if embed:
+        if embed and is_wide:
+            tokens = jax.lax.all_gather(tokens, embed, axis=0, tiled=True)
+        elif embed:
             table = jax.lax.all_gather(table, embed, axis=1, tiled=True)
-        if not vocab:
-            return table[tokens]
-        indices = tokens - jax.lax.axis_index(vocab) * len(table)
-        local = (indices >= 0) & (indices < len(table))
-        embedded = jnp.where(local[..., None], table[jnp.where(local, indices, 0)], 0)
-        return jax.lax.psum(embedded, vocab)
+        if vocab:
+            indices = tokens - jax.lax.axis_index(vocab) * len(table)
+            local = (indices >= 0) & (indices < len(table))
+            embedded = jnp.where(local[..., None], table[jnp.where(local, indices, 0)], 0)
+        else:
+            embedded = table[tokens]
+        if embed and is_wide:
+            options = {"split_axis": 0, "concat_axis": 2, "tiled": True}
+            embedded = jax.lax.all_to_all(embedded, embed, **options)
+        return jax.lax.psum(embedded, vocab) if vocab else embedded
 
     rows = sharding.active_spec("batch", "sequence")
     return jax.shard_map(

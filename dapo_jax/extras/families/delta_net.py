@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from dapo_jax.model.blockwise_attention import cut
 from dapo_jax.model.caches import StateCache
 from dapo_jax.model.decode_attention import PromptContext, SlotContext
 from dapo_jax.model.layers import named, projection
@@ -109,7 +110,7 @@ def delta_rule(
     """
     length = segments.shape[1]
     size = min(CHUNK_TOKENS, 1 << (length - 1).bit_length())
-    chunks = functools.partial(_cut, size=size)
+    chunks = functools.partial(cut, size=size)
     axes = 3, 3, 4, 4, 4  # of a token, behind the heads
     by_head = (jnp.moveaxis(chunks(x), 2, axis) for x, axis in zip(inputs, axes, strict=True))
     before = chunks(jnp.concatenate([segments[:, :1], segments[:, :-1]], axis=1))[:, :, 0]
@@ -117,12 +118,6 @@ def delta_rule(
     state, read = jax.lax.scan(jax.checkpoint(_chunk, prevent_cse=False), state, arrays)
     read = jnp.moveaxis(read, 4, 2).swapaxes(0, 1)
     return read.reshape(len(segments), -1, *read.shape[3:])[:, :length], state
-
-
-def _cut(array: Array, size: int, mode: str = "constant") -> Array:
-    """Return rows [B, T, ...] as chunks [N, B, size, ...], padded on the right."""
-    pad = [(0, 0), (0, -array.shape[1] % size), *[(0, 0)] * (array.ndim - 2)]
-    return jnp.pad(array, pad, mode).reshape(len(array), -1, size, *array.shape[2:]).swapaxes(0, 1)
 
 
 # --- the layer -------------------------------------------------------------------------------
@@ -165,8 +160,8 @@ def _last_inputs(
         return padded[:, x.shape[1] :]
     if x.shape[1] == 1:
         return jnp.where(real[..., None, None], padded[:, 1:], window)
-    cut = jax.vmap(lambda row, count: jax.lax.dynamic_slice_in_dim(row, count, width))
-    return cut(padded, jnp.sum(real, axis=1))
+    last = jax.vmap(lambda row, count: jax.lax.dynamic_slice_in_dim(row, count, width))
+    return last(padded, jnp.sum(real, axis=1))
 
 
 def empty_state(config: Any, batch: int) -> StateCache:
