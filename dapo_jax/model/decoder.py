@@ -196,21 +196,17 @@ def rms_norm(config: DecoderConfig, name: str | None = None) -> nn.RMSNorm | Off
 
 def _kind_rotation(config: DecoderConfig, slides: Bool[Array, ""] | None) -> tuple[Any, Any]:
     """Return frequencies and the factor of rotated vectors; `slides` is set if layers differ."""
-    kinds = [config]
-    if slides is not None:
-        kinds = [config.all_sliding(False), config.all_sliding(True)]
-    rotations = []
-    for kind in kinds:
-        scaling = kind.rope_scaling
+
+    def of(kind: DecoderConfig) -> tuple[Any, float]:
+        scaling, width = kind.rope_scaling, kind.rotary_dim or kind.head_dim
         factor = 1.0 if scaling is None else scaling.attention_factor
-        width = kind.rotary_dim or kind.head_dim
-        rotations.append((rope_frequencies(kind.rope_theta, width, scaling), factor))
+        return rope_frequencies(kind.rope_theta, width, scaling), factor
+
     if slides is None or config.sliding_rope_theta is None:
-        return rotations[0]
-    (full, full_factor), (sliding, sliding_factor) = rotations
-    factor = full_factor
-    if full_factor != sliding_factor:
-        factor = jnp.where(slides, sliding_factor, full_factor)
+        return of(config)
+    (full, factor), (sliding, sliding_factor) = (of(config.all_sliding(s)) for s in (False, True))
+    if factor != sliding_factor:
+        factor = jnp.where(slides, sliding_factor, factor)
     return jnp.where(slides, sliding, full), factor
 
 
@@ -219,8 +215,7 @@ def _rotation(config: DecoderConfig, slides: Any, rotates: Any) -> tuple[Any, An
     frequencies, factor = _kind_rotation(config, slides)
     if config.rotated:
         rotates = config.rotated[0] if rotates is None else rotates
-        frequencies = jnp.where(rotates, frequencies, 0.0)
-        factor = jnp.where(rotates, factor, 1.0)
+        frequencies, factor = jnp.where(rotates, frequencies, 0.0), jnp.where(rotates, factor, 1.0)
     return frequencies, factor
 
 
@@ -425,9 +420,10 @@ class Decoder(nn.Module):
         stacked = dict.fromkeys(("params", *RECORDS), 0)
         for name, numbers in layer_stacks(c).items():
             length, part = len(numbers), slice(numbers[0], numbers[-1] + 1)
-            slides = jnp.asarray(c.sliding[part]) if c.sliding else None
             taken = None if by_layer is None else by_layer[part]
-            rotates = jnp.asarray(c.rotated[part]) if c.rotated else None
+            slides, rotates = (
+                jnp.asarray(flags[part]) if flags else None for flags in (c.sliding, c.rotated)
+            )
             layers = nn.scan(
                 block,
                 variable_axes=stacked,  # pyright: ignore[reportArgumentType]: invariant keys

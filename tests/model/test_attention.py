@@ -9,13 +9,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import MOE, TINY
+from conftest import TINY
 from jax._src.cudnn import fused_attention_stablehlo as cudnn
-from learners import assert_close, make_batch, place
 
-from dapo_jax import algorithms
-from dapo_jax.config.experiment import Compute, Mesh, Optimizer
-from dapo_jax.learner.policy import PolicySettings, policy_learner
+from dapo_jax.config.experiment import Compute, Mesh
 from dapo_jax.model import (
     blockwise_attention,
     cudnn_attention,
@@ -24,11 +21,10 @@ from dapo_jax.model import (
     training_attention,
 )
 from dapo_jax.model.blockwise_attention import RowIds
-from dapo_jax.model.decoder import init_params
 from dapo_jax.model.training_attention import Window
 from dapo_jax.run.build import attention_notice, numerics, open_mesh
 from dapo_jax.runtime import sharding
-from dapo_jax.runtime.sharding import make_mesh, unbox
+from dapo_jax.runtime.sharding import make_mesh
 from dapo_jax.types.errors import ConfigError
 
 MIXED = dataclasses.replace(TINY, window=3, sliding=(True, False))
@@ -369,37 +365,6 @@ def test_a_gpu_takes_cudnn_if_it_can_express_the_rows_and_says_why_not():
 
 
 # --- rows cut over devices -----------------------------------------------------------------------
-
-
-def train(config, mesh):
-    """Return loss and gradient of packed rows."""
-    learner = policy_learner(
-        PolicySettings(algorithms.dapo(), Compute()), Optimizer(), config, mesh
-    )
-    params = unbox(jax.jit(init_params, static_argnums=0)(config, jax.random.key(0)))
-    params = place(params, learner)
-    batch, used = make_batch(row_tokens=32)
-    return jax.device_get(learner.loss_and_gradient(params, batch, used))
-
-
-WINDOWS = dataclasses.replace(GEMMA, attention="blocked", remat="attention")
-BLOCKED = dataclasses.replace(TINY, attention="blocked", remat="full")
-EXPERTS = dataclasses.replace(MOE, attention="blocked")
-
-
-@pytest.mark.parametrize(
-    ("config", "sizes"),
-    [
-        pytest.param(BLOCKED, {"tensor": 2, "context": 2}, id="blocked, tensor"),
-        pytest.param(WINDOWS, {"context": 4}, id="windows"),
-        pytest.param(EXPERTS, {"context": 2, "expert": 2}, id="experts"),
-    ],
-)
-@pytest.mark.slow
-def test_packed_rows_cut_by_length_train_as_on_one_device(config, sizes, one_device, monkeypatch):
-    monkeypatch.setattr(blockwise_attention, "BLOCK", 4)
-    mesh = make_mesh(1, -1, **{"tensor": 1} | sizes)
-    assert_close(train(config, mesh), train(config, one_device), 1e-5)
 
 
 def test_rows_that_the_mesh_can_not_cut_are_rejected():

@@ -12,7 +12,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import DELTA
-from flax.traverse_util import flatten_dict
 from jax.extend.core import jaxprs_in_params
 from safetensors.numpy import load_file, save_file
 from samplers import PROMPTS, make_sampler, place, sample, tokens_of
@@ -34,7 +33,6 @@ from dapo_jax.model.decoder import Decoder, head_kernel, init_params
 from dapo_jax.model.load_huggingface import load_params, read_config
 from dapo_jax.model.trainable import choose_trained
 from dapo_jax.run.build import check_divisible
-from dapo_jax.runtime import sharding
 from dapo_jax.runtime.sharding import make_mesh, unbox
 from dapo_jax.types.errors import ConfigError
 
@@ -247,29 +245,6 @@ def test_tokens_do_not_depend_on_the_layout_or_devices(one_device):
 
 
 # --- adapters, meshes, limits --------------------------------------------------------------------
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "sizes", [{"fsdp": 4, "tensor": 2}, {"fsdp": 2, "tensor": 2, "decode_tensor": 2}]
-)
-def test_gradients_on_eight_devices_equal_those_on_one(sizes, one_device):
-    config = dataclasses.replace(DELTA, remat="full")
-    tokens = jax.random.randint(jax.random.key(1), (8, 16), 2, 32)
-    segments = jnp.repeat(jnp.array([[1] * 9 + [2] * 5 + [0] * 2]), 8, axis=0)
-    places = jnp.broadcast_to(jnp.arange(16), (8, 16))
-
-    def loss(params):
-        states = Decoder(config).apply({"params": params}, tokens, segments, places)
-        return jnp.sum(jnp.sin(states) * (segments > 0)[..., None])
-
-    def gradients(mesh):
-        with sharding.activate(mesh):
-            return flatten_dict(jax.jit(jax.grad(loss))(place(random_params(), config, mesh)))
-
-    expected, actual = gradients(one_device), gradients(make_mesh(1, **sizes))
-    for path, gradient in expected.items():
-        np.testing.assert_allclose(actual[path], gradient, atol=2e-5 * np.abs(gradient).max())
 
 
 def test_unsupported_settings_are_rejected(eight_devices):

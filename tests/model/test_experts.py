@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 from conftest import MOE
 from learners import assert_close
-from test_windows import GPT_OSS, random_params
 
-from dapo_jax.model.decoder import Decoder, abstract_params, init_params
+from dapo_jax.model.decoder import init_params
 from dapo_jax.model.experts import (
     BALANCE,
     NAMES,
@@ -99,35 +98,6 @@ def test_experts_and_their_gradients_are_those_of_a_loop(inner, normalise):
     expected = gradients(loop, x, logits, matrices)
     tolerance = 1e-4 if inner is clipped_swish else 1e-5
     assert_close(gradients(grouped, x, logits, matrices), expected, tolerance)
-
-
-@pytest.mark.parametrize(
-    ("config", "sizes"),
-    [
-        pytest.param(
-            MOE, {"fsdp": 2, "tensor": 1, "expert": 2, "decode_tensor": 2}, marks=pytest.mark.slow
-        ),
-        (GPT_OSS, {"fsdp": 1, "tensor": 2, "expert": 4}),  # adds each bias once
-    ],
-    ids=lambda value: getattr(value, "family", None),
-)
-def test_gradients_on_eight_devices_with_cut_experts_equal_one_device(config, sizes, one_device):
-    tokens = jax.random.randint(jax.random.key(1), (8, 16), 2, 32)
-    segments = jnp.repeat(jnp.array([[1] * 9 + [2] * 5 + [0] * 2]), 8, axis=0)
-    places = jnp.broadcast_to(jnp.arange(16), (8, 16))
-
-    def hidden(params):
-        states = Decoder(config).apply({"params": params}, tokens, segments, places)
-        return states * (segments > 0)[..., None]
-
-    params, mesh = random_params(config), make_mesh(1, **sizes)
-    with sharding.activate(one_device):
-        expected = gradients(hidden, params)
-    params = jax.device_put(params, sharding.tree_shardings(mesh, abstract_params(config)))
-    gate = params["layers"]["moe"]["expert_gate"]["kernel"].addressable_shards[0].data.shape
-    assert gate[1] == config.experts // sizes["expert"]
-    with sharding.activate(mesh):
-        assert_close(gradients(hidden, params), expected, 2e-5)
 
 
 # --- products of sorted rows ----------------------------------------------------------------------

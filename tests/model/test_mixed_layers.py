@@ -20,9 +20,7 @@ from test_windows import assert_decoding_equals_training
 from dapo_jax.extras.families.mixed_layers import periods
 from dapo_jax.model.decoder import Decoder, abstract_params, init_params, layer_stacks
 from dapo_jax.model.load_huggingface import read_config
-from dapo_jax.model.logprobs import Rows, token_logprobs
-from dapo_jax.runtime import sharding
-from dapo_jax.runtime.sharding import make_mesh, unbox
+from dapo_jax.runtime.sharding import unbox
 
 FOLDER = pathlib.Path(__file__).parents[1] / "fixtures/models/gemma4"
 GEMMA_4 = dataclasses.replace(  # every switch of the family
@@ -57,37 +55,6 @@ def make_params():
     for path in flat:
         flat[path] *= 0.5 if path.endswith(("query_norm/scale", "key_norm/scale")) else 1
     return unflatten_dict(flat, sep="/")
-
-
-def gradients(config, mesh, tokens, segments, positions):
-    """Return log-probs of a batch of rows and the gradients of their sum, on a mesh."""
-
-    def loss(params):
-        rows = Rows(tokens, segments, positions)
-        logprobs, _ = token_logprobs(params, config, rows, temperature=0.8, chunk_tokens=8)
-        logprobs = jnp.where(positions > 0, logprobs, 0.0)
-        return jnp.sum(logprobs), logprobs
-
-    params = jax.device_put(make_params(), sharding.sharding(mesh))
-    with sharding.activate(mesh):
-        return jax.jit(jax.grad(loss, has_aux=True))(params)
-
-
-@pytest.mark.slow
-def test_packed_rows_on_eight_devices_give_the_gradients_of_separate_rows(eight_devices):
-    tokens = jax.random.randint(jax.random.key(1), (2, 8), 2, 32)
-    places = jnp.broadcast_to(jnp.arange(8), (2, 8))
-    alone = gradients(
-        GEMMA_4, make_mesh(1, 1, 1, jax.devices()[:1]), tokens, places * 0 + 1, places
-    )
-    packed = (tokens.reshape(1, 16), jnp.repeat(jnp.arange(1, 3), 8)[None], places.reshape(1, 16))
-    rows = [jnp.concatenate([row] * 4) for row in packed]
-    mesh = make_mesh(data=1, fsdp=4, tensor=2)
-    recomputed = dataclasses.replace(GEMMA_4, attention="blocked", remat="full")
-    actual = gradients(recomputed, mesh, *rows)
-    np.testing.assert_allclose(actual[1][0], alone[1].reshape(16), atol=2e-5)
-    for a, b in zip(*map(jax.tree.leaves, (actual[0], alone[0])), strict=True):
-        np.testing.assert_allclose(a / 4, b, atol=1e-4 * float(jnp.abs(b).max()) + 1e-5)
 
 
 @pytest.mark.slow
