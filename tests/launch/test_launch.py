@@ -13,12 +13,13 @@ import time
 
 import pytest
 import yaml
-from clouds import AT, ROOT, STUBS, output_of, wait_for
+from clouds import AT, JOBSET, ROOT, STUBS, output_of, wait_for
 from row_files import read_table
 
 TRAINER = ("--config=x", "--config.run_dir=gs://b")
 STEPS = [f"step {i} of worker 0" for i in range(1, 7)]
 HOSTILE = read_table(__file__, "hostile")
+BEGINNINGS = {"tpu_vm": ("run", *AT), "tpu_gke": (*JOBSET, "--config.run_dir=gs://b"), "local": ()}
 
 
 def test_a_run_on_four_workers_is_created_watched_and_deleted(cloud):
@@ -187,10 +188,12 @@ def test_a_secret_is_read_on_the_workers_and_stands_nowhere(cloud):
     assert not [path for path in records if secret.encode() in path.read_bytes()]
 
 
-@pytest.mark.parametrize(("words", "text"), read_table(__file__, "wrong"))
-def test_what_is_wrong_is_said_before_anything_is_made(cloud, words, text):
-    output = cloud.does("run", *words, "--config=x", expect=2)
-    assert text in output and "hf_abc" not in output and not cloud.calls("tpu-vm", "create")
+@pytest.mark.parametrize(("script", "words", "text"), read_table(__file__, "wrong"))
+def test_what_is_wrong_is_said_before_anything_is_made(cloud, script, words, text):
+    line = *BEGINNINGS[script], *words, "--config=x"
+    path = STUBS / "worker" if script == "local" else ""
+    output = cloud.call(*line, script=f"{script}.sh", path=path, expect=2)
+    assert text in output and "hf_abc" not in output and not cloud.made()
 
 
 def test_the_trainers_arguments_are_checked_before_anything_is_made(cloud):
@@ -321,15 +324,6 @@ def test_samplers_start_beside_several_processes_that_train(cloud):
     assert trainers[0] == trainers[1] and "--config.sampler.engine=samplers" in trainers[0]
     samplers = (cloud.folder / "samplers").read_text().splitlines()
     assert samplers == [f"--run=r --trainer=http://127.0.0.1:{port}"] * 2
-
-
-@pytest.mark.parametrize(("words", "text"), [
-    (["--tpu=6e"], "--tpu=6e: must be a generation"),
-    (["--tpu", "--processes=2"], "of virtual CPU devices, not of a TPU"),
-    (["--samplers=2"], "--samplers needs --config.run_dir=FOLDER"),
-])  # fmt: skip
-def test_flags_that_mean_nothing_here_stop_before_installing(cloud, words, text):
-    assert text in run_here(cloud, *words, expect=2) and not (cloud.folder / "pip.log").exists()
 
 
 # --- models --------------------------------------------------------------------------------------

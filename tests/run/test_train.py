@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from conftest import make_completion, make_prompt
 from kills import DURING_SAVE_2, assert_same_bits, run_killed
-from several import final_state
+from several import final_states
 from small_runs import (
     STEPS,
     learn,
@@ -82,8 +82,7 @@ def test_a_run_killed_while_it_saves_resumes_bit_for_bit(base, finished, tmp_pat
     train(make_config(base, tmp_path))
     assert "after step 1" in " ".join(capsys.readouterr().out.split())
     assert_same_bits(tmp_path, expected_dir)
-    state, record = final_state(base, tmp_path)
-    expected, expected_record = final_state(base, expected_dir)
+    (state, record), (expected, expected_record) = final_states(base, tmp_path, expected_dir)
     jax.tree.map(np.testing.assert_array_equal, state, expected)
     assert record == expected_record
 

@@ -1,6 +1,5 @@
 """Leaving when asked to, also where something takes long; and what Ctrl-C leaves on the console."""
 
-import os
 import pathlib
 import signal
 import subprocess
@@ -11,15 +10,12 @@ import children
 import pytest
 from conftest import make_prompt
 from scored import ask
-from small_runs import ROOT, make_quick_config, read_rows
+from small_runs import ROOT
 
-from dapo_jax.commands.train import work
-from dapo_jax.config.experiment import Environment, Log, Reward
+from dapo_jax.config.experiment import Environment, Reward
 from dapo_jax.data.prompts.tokenizer import arithmetic_tokenizer
-from dapo_jax.reporting.sinks import MetricRows
 from dapo_jax.rewards.pool import RewardPool
 from dapo_jax.rollout.environments.sessions import Environments
-from dapo_jax.runtime import processes
 from dapo_jax.runtime.workers.pickled_functions import register_function
 
 # A command that computes where no signal handler of Python's runs, as a compiler does.
@@ -33,29 +29,6 @@ def work():
         hashlib.pbkdf2_hmac("sha256", b"password", b"salt", 2 * 10**9)
 sys.exit(processes.run(work))
 """
-
-
-@pytest.mark.slow  # test_processes.py stops a run by a signal too
-@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
-def test_a_stopped_command_says_how_to_resume_and_exits_as_shells_expect(
-    name, base, alone, tmp_path, capsys, monkeypatch
-):
-    log = Log(0, tensorboard=False, rollouts=False, report=False)
-    config = make_quick_config(base, tmp_path, updates=1, log=log)
-    write_row = MetricRows.on_row
-
-    def write_and_send(self, step, values):
-        write_row(self, step, values)
-        os.kill(os.getpid(), getattr(signal, name))
-
-    with monkeypatch.context() as patch, processes.as_command():
-        patch.setattr(MetricRows, "on_row", write_and_send)
-        assert work(config) == 128 + getattr(signal, name)
-    line = capsys.readouterr().out.splitlines()[-1]
-    assert f"stopped by {name} after step 1" in line and "The same command resumes" in line
-    with processes.as_command():
-        assert work(config) == 0
-    assert len(read_rows(tmp_path)) == 2
 
 
 def start(code: str, **options) -> subprocess.Popen:

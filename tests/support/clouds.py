@@ -12,6 +12,7 @@ import time
 ROOT = pathlib.Path(__file__).parents[2]
 STUBS = ROOT / "tests/launch/stubs"
 AT = ("--name=dapo", "--zone=us-east5-b")
+JOBSET = "run --name=big --image=host/p/dapo:1 --type=v5p --topology=4x4x4 --slices=2".split()
 # The stubs' `python3`: one that pyenv stands before takes ten times as long to start.
 INTERPRETER = pathlib.Path(sys.executable).resolve().parent
 
@@ -74,6 +75,14 @@ class Cloud:
     def calls(self, *verb: str) -> list[list[str]]:
         calls = [[w for w in line if w != "alpha"][2:] for line in self._lines("calls.jsonl")]
         return [call for call in calls if call[: len(verb)] == list(verb)]
+
+    def kubectl(self, verb: str) -> list[list[str]]:
+        return [call for _, *call in self._lines("kubectl.jsonl") if call[0] == verb]
+
+    def made(self) -> bool:
+        """Return True if a machine or a JobSet was created, or something installed."""
+        created = self.calls("tpu-vm", "create") or self.kubectl("create")
+        return bool(created) or (self.folder / "pip.log").exists()
 
     def starts(self, worker: int = 0) -> list[dict]:
         return [start for start in self._lines("starts.jsonl") if start["worker"] == worker]

@@ -147,21 +147,23 @@ def send(where: str, name: str, victim: int) -> str:
     return where.replace("SIGNAL", name).replace("VICTIM", str(victim))
 
 
-def final_state(base, run_dir):
-    """Parameters and moments of the newest checkpoint, read by this process on eight devices."""
-    parts = build(make_config(base, run_dir))
-    with Checkpoints(run_dir, Checkpoint()) as checkpoints:
-        state = checkpoints.state(parts.learners.policy.abstract_state)
-        record = checkpoints.record()
+def final_states(base, *run_dirs) -> list[tuple]:
+    """Parameters and moments of the newest checkpoints, read by this process on eight devices."""
+    parts, found = build(make_config(base, run_dirs[0])), []
+    for run_dir in run_dirs:
+        with Checkpoints(run_dir, Checkpoint()) as checkpoints:
+            state = checkpoints.state(parts.learners.policy.abstract_state)
+            record = checkpoints.record()
+        place = record.progress.position, record.progress.kept_fraction
+        found.append((jax.device_get(state), {"step": record.step, "place": place}))
     parts.close()
-    place = record.progress.position, record.progress.kept_fraction
-    return jax.device_get(state), {"step": record.step, "place": place}
+    return found
 
 
 def assert_same_run(base, run_dir, other) -> None:
     """Same groups, tokens, verdicts, rewards; moments, which are sums of gradients, within 1e-6."""
     assert read_rollouts(run_dir) == read_rollouts(other)
-    (state, record), (expected, expected_record) = (final_state(base, d) for d in (run_dir, other))
+    (state, record), (expected, expected_record) = final_states(base, run_dir, other)
     assert record == expected_record and record["step"] == STEPS
     moments = state.opt_state, expected.opt_state
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-6), *moments)
