@@ -68,7 +68,7 @@ class CarryOverCollection(Collection):
         )
         return super().full() and not late
 
-    def end(self, sampler: Sampler, judge: Judge, position: int) -> CollectedGroups:
+    def end(self, sampler: Sampler, judge: Judge) -> CollectedGroups:
         """Return the collected groups, and the groups for the next step."""
         self.submit_ended(judge)
         self._read(judge, self._burst)

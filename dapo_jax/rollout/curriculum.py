@@ -7,12 +7,12 @@ the position decide.
 """
 
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 import numpy as np
 
 from dapo_jax.config.experiment import Reward
-from dapo_jax.rollout.dynamic_sampling import Prompts, carries_signal
+from dapo_jax.rollout.dynamic_sampling import carries_signal
 from dapo_jax.types.structs import Group, Prompt
 
 MAX_PASSED_OVER = 10_000  # in a row; then the next prompt is requested
@@ -38,21 +38,15 @@ class RestingPrompts:
         rate: probability that a resting problem is requested, keyed by seed and position.
     """
 
-    def __init__(self, prompts: Prompts, pools: Pools, rate: float, seed: int):
+    def __init__(self, prompts: Iterator[Prompt], pools: Pools, rate: float, seed: int):
         self._prompts = prompts
         self._pools = pools
         self._rate = rate
         self._seed = seed
         self.passed_over = 0
 
-    @property
-    def position(self) -> int:
-        """Position of the next prompt; it may be set."""
-        return self._prompts.position
-
-    @position.setter
-    def position(self, value: int) -> None:
-        self._prompts.position = value
+    def __iter__(self) -> Iterator[Prompt]:
+        return self
 
     def __next__(self) -> Prompt:
         """Return the next active prompt, or a resting one whose turn has come."""

@@ -12,7 +12,7 @@ import dataclasses
 import hashlib
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from types import MappingProxyType
 from typing import Any, Protocol
 
@@ -65,17 +65,6 @@ def next_kept_fraction(before: float, kept: int, scored: int, wanted: int) -> fl
     return (kept + weight * before) / (scored + weight)
 
 
-class Prompts(Protocol):
-    """Endless data order; `position` is the position of its next prompt."""
-
-    @property
-    def position(self) -> int: ...
-    @position.setter
-    def position(self, value: int) -> None: ...
-
-    def __next__(self) -> Prompt: ...
-
-
 class Judge(Protocol):
     """Scorer of groups, such as `rewards.judge.Judge`; it has a handle of each pending group."""
 
@@ -84,15 +73,6 @@ class Judge(Protocol):
     def read(self, pending: Sequence[Any], least: int) -> tuple[list[Group], list[Any]]: ...
 
     def cancel(self, pending: Sequence[Any]) -> None: ...
-
-
-@dataclasses.dataclass(frozen=True)
-class CollectionHooks:
-    """Callbacks of `collect`."""
-
-    on_scored: Callable[[list[Group]], None] = lambda _: None  # receives groups with final rewards
-    on_burst: Callable[[Any], None] = lambda _: None  # receives the collection after every burst
-    interrupted: Callable[[], bool] = lambda: False  # between bursts; True ends the collection
 
 
 class Collection:
@@ -111,9 +91,8 @@ class Collection:
         self._scored: dict[int, Group] = {}
         self._kept: set[int] = set()
         self._uniform: collections.Counter[bool] = collections.Counter()  # by correctness
-        self._ended: list[
-            tuple[Prompt, tuple[Completion, ...]]
-        ] = []  # not submitted to the judge yet
+        # Not submitted to the judge yet.
+        self._ended: list[tuple[Prompt, tuple[Completion, ...]]] = []
         self._unread: list[tuple[int, Any]] = []  # with the burst of their submission
         self._burst = 0
         self._resampled: dict[int, Group] = {}  # groups that were broken at first
@@ -253,7 +232,7 @@ class Collection:
         """Return True if every prompt that a step may request is scored."""
         return len(self._scored) == len(self._requested) >= self._limit
 
-    def end(self, sampler: Sampler, judge: Judge, position: int) -> CollectedGroups:
+    def end(self, sampler: Sampler, judge: Judge) -> CollectedGroups:
         """Return the collected groups; nothing is sampled or scored any more.
 
         Surplus groups are not trained on: the next step requests their prompts from its policy.
@@ -261,7 +240,8 @@ class Collection:
         sampler.stop(keep=False)
         judge.cancel([pending for _, pending in self._unread])
         groups = self.first_kept()
-        following = groups[-1].prompt.index + 1 if len(groups) == self._wanted else position
+        last = groups[-1].prompt if len(groups) == self._wanted else self._requested[-1]
+        following = last.index + 1
         surplus = {i for i in self._scored if i >= following}
         # The estimate uses groups before `following` only, so it depends neither on the number of
         # slots nor on the order in which responses end.
@@ -324,16 +304,24 @@ def _check_starved(config: Config, batch: CollectedGroups, failed: bool) -> None
 
 def collect(
     collection: Collection,
-    prompts: Prompts,
+    prompts: Iterator[Prompt],
     sampler: Sampler,
     judge: Judge,
-    hooks: CollectionHooks = CollectionHooks(),  # noqa: B008
     finished: FinishedGroups = NO_GROUPS,
+    on_scored: Callable[[list[Group]], None] = lambda _: None,
+    on_burst: Callable[[Collection], None] = lambda _: None,
+    interrupted: Callable[[], bool] = lambda: False,
 ) -> CollectedGroups:
     """Sample, score and filter groups until `collection` is full.
 
     It ends early if max_sample_rounds batches of prompts are scored, or if too many rewards of a
     whole batch failed.
+
+    Args:
+        prompts: the data order, from the position of the collection on.
+        on_scored: receives groups with final rewards.
+        on_burst: receives the collection after every burst.
+        interrupted: asked between bursts; True ends the collection.
 
     Raises:
         Starved: max_sample_rounds were not enough and `rollout.when_starved` is 'stop', or no
@@ -341,13 +329,12 @@ def collect(
         Interrupted: `interrupted()` was True between two bursts, or the judge stopped waiting.
     """
     samples = collection.config.rollout.samples_per_prompt
-    prompts.position = collection.start
     collection.resume(sampler)
     failed, scored = False, []
     while not collection.full():
-        if hooks.interrupted():
+        if interrupted():
             raise Interrupted
-        hooks.on_scored(scored)
+        on_scored(scored)
         collection.sample_again(sampler)
         while collection.wants_more(sampler):
             prompt = next(prompts)
@@ -362,10 +349,10 @@ def collect(
         failed = collection.too_many_failed()
         if failed or collection.exhausted():
             break
-        hooks.on_burst(collection)
-    if hooks.interrupted():  # an interruption may have changed the last rewards
+        on_burst(collection)
+    if interrupted():  # an interruption may have changed the last rewards
         raise Interrupted
-    hooks.on_scored(scored)
-    batch = collection.end(sampler, judge, prompts.position)
+    on_scored(scored)
+    batch = collection.end(sampler, judge)
     _check_starved(collection.config, batch, failed)
     return batch

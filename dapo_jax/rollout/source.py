@@ -20,7 +20,6 @@ from dapo_jax.rollout.dynamic_sampling import (
     INITIAL_KEPT_FRACTION,
     NO_GROUPS,
     Collection,
-    CollectionHooks,
     FinishedGroups,
     Judge,
     Starved,
@@ -176,12 +175,20 @@ class RolloutSource:
             self.config, state.kept_fraction, step, state.partial, state.position
         )
         rate, seed = self.config.rollout.resting_rate, self.config.seed
+        self.prompts.position = state.position
         prompts = RestingPrompts(self.prompts, state.pools, rate, seed)
         try:
             with self.show(step + 1, sampler.counts) as on_burst:
-                hooks = CollectionHooks(self.journal.add, on_burst, self.interrupted)
-                finished = self.journal.begin(step)
-                batch = collect(collection, prompts, sampler, self.judge, hooks, finished)
+                batch = collect(
+                    collection,
+                    prompts,
+                    sampler,
+                    self.judge,
+                    self.journal.begin(step),
+                    on_scored=self.journal.add,
+                    on_burst=on_burst,
+                    interrupted=self.interrupted,
+                )
             counts = dataclasses.replace(sampler.counts)
         finally:
             sampler.close()  # an update may need the memory of the caches

@@ -1,8 +1,10 @@
 """Pools of resting problems: fewer samples for the same batches, repeatable after a resume."""
 
 import dataclasses
+import itertools
 import json
 import zlib
+from concurrent.futures import Future
 
 import numpy as np
 import pytest
@@ -23,20 +25,10 @@ from dapo_jax.types.structs import Verdict
 STEPS, SAMPLES = 24, 2
 
 
-class Stream:
-    position = 0
-
-    def __next__(self):
-        self.position += 1
-        return make_prompt(self.position - 1, [3])
-
-
 class PoolById:
     """Makes two thirds of the problems all right or all wrong, by their ids."""
 
     def submit_group(self, prompt, completions):
-        from concurrent.futures import Future
-
         right = (2, 0, 1)[zlib.crc32(prompt.id.encode()) % 3]
         future = Future()
         count = len(completions)
@@ -83,15 +75,19 @@ def test_resting_problems_save_samples_and_a_resumed_run_repeats_them():
 
 
 def test_a_resting_problem_is_requested_at_its_rate():
-    pools = {f"p{index}": True for index in range(0, 8000, 2)}
-    prompts = RestingPrompts(Stream(), pools, 0.25, seed=0)
+    def open_prompts(seed):
+        pools = {f"p{index}": True for index in range(0, 8000, 2)}
+        stream = (make_prompt(index, [3]) for index in itertools.count())
+        return RestingPrompts(stream, pools, 0.25, seed)
+
+    prompts = open_prompts(seed=0)
     taken = np.array([next(prompts).index for _ in range(5000)])
     resting = taken % 2 == 0
     turns = taken[-1] // 2
     assert (~resting).sum() == pytest.approx(turns, abs=1)
     assert resting.sum() == pytest.approx(0.25 * turns, rel=0.1)
-    assert prompts.passed_over == prompts.position - 5000
-    others = RestingPrompts(Stream(), pools, 0.25, seed=1)
+    assert prompts.passed_over == taken[-1] + 1 - 5000
+    others = open_prompts(seed=1)
     assert [next(others).index for _ in range(5000)] != taken.tolist()
 
 

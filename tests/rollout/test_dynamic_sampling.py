@@ -5,7 +5,6 @@ import random
 from concurrent.futures import Future
 
 import pytest
-from conftest import make_completion
 from samplers import TOKENIZER, make_sampler
 from scripted_sampler import ScriptedSampler
 
@@ -13,13 +12,10 @@ from dapo_jax import algorithms
 from dapo_jax.config.experiment import Config, Data, Reward, Rollout, Watch
 from dapo_jax.data.prompt_stream import PromptStream
 from dapo_jax.data.prompts.tokenizer import arithmetic_tokenizer
-from dapo_jax.rewards.group_rewards import reward_group
 from dapo_jax.rewards.judge import Judge
 from dapo_jax.rollout.dynamic_sampling import (
     Collection,
-    CollectionHooks,
     Starved,
-    carries_signal,
     collect,
     next_kept_fraction,
 )
@@ -99,18 +95,6 @@ def run(
 
 def indices(collected):
     return [group.prompt.index for group in collected.groups]
-
-
-def test_a_group_is_kept_only_if_correctness_differs():
-    """However different the shaped rewards of an all-wrong group are."""
-    config = Config()
-    config.sampler.max_response_tokens = 96
-    completions = (make_completion([5] * 90), make_completion([5]))
-    for correct, kept in (((0, 0), False), ((1, 1), False), ((1, 0), True)):
-        verdicts = tuple(Verdict(bool(c), "1") for c in correct)
-        group = reward_group(config, None, completions, verdicts)
-        assert carries_signal(group, config.reward) == kept
-        assert len(set(group.rewards)) == 2
 
 
 def test_the_first_qualifying_groups_in_data_order_are_kept():
@@ -265,7 +249,7 @@ def test_an_interruption_takes_effect_between_bursts():
     prompts = PromptStream(config.data, 0, arithmetic_tokenizer())
     with pytest.raises(Interrupted):
         sampler, collection = ScriptedSampler(lambda i: 1), Collection(config, 0.5, 0)
-        collect(collection, prompts, sampler, None, CollectionHooks(interrupted=lambda: True))
+        collect(collection, prompts, sampler, None, interrupted=lambda: True)
 
 
 def test_dropped_prompts_are_counted_once():
