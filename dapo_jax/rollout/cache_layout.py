@@ -37,6 +37,9 @@ class CacheLayout:
     `settings.pages` counts the pages of all replicas without their pages 0 (0: as many as full
     slots need). `settings.first_window_tokens` is the first length of slots, or of attention over
     pages if no kernel reads only the existing tokens.
+
+    Raises:
+        ConfigError: the settings don't fit together, or not to the platform.
     """
 
     def __init__(
@@ -45,15 +48,18 @@ class CacheLayout:
         mesh: jax.sharding.Mesh,
         settings: Sampler,
         cache_tokens: int,  # maximum tokens of a slot
-        dtype: Any,  # of keys and values; int8 ones have scales
-        paged: bool = False,
     ):
+        platform = mesh.devices.flat[0].platform
+        # Keys and values of int8 have scales.
+        dtype: Any = config.dtype if settings.cache_dtype == "auto" else jnp.int8
+        read = _read_by_kernel(config, mesh, settings, dtype)
+        paged = _is_paged(settings, platform, read)
         self._config = config
         self._mesh = mesh
         self._settings = settings
         self._limit = cache_tokens
         self._dtype = dtype
-        self._time_last = mesh.devices.flat[0].platform == "cpu"
+        self._time_last = platform == "cpu"
         # Pages are int8 with a scale per head that must be known beforehand.
         self.calibrated = paged and settings.cache_dtype == "int8_per_head"
         # Whether a call may insert the responses to several prompts: without pages, a replica also
@@ -73,8 +79,8 @@ class CacheLayout:
             page_tokens, slots = settings.page_tokens, settings.slots
             each = pages // replicas + 1
             self.pages = PageTable(PageGeometry(replicas, each, page_tokens, slots, cache_tokens))
-            self.by_kernel = _read_by_kernel(config, mesh, settings, dtype)
-            self.attend = PagedAttention(mesh, self.by_kernel)
+            self.by_kernel = read
+            self.attend = PagedAttention(mesh, read)
 
     def window(self, needed: int) -> int:
         """Return the length of slots that hold `needed` tokens; with pages always the maximum."""
@@ -305,17 +311,12 @@ def _read_by_kernel(
     return read and settings.cache_dtype != "int8" and not config.sinks
 
 
-def choose_layout(
-    config: DecoderConfig, mesh: jax.sharding.Mesh, settings: Sampler, cache_tokens: int
-) -> CacheLayout:
-    """Return the layout for `sampler.cache`; 'auto' is pages if a kernel reads them, else slots.
+def _is_paged(settings: Sampler, platform: str, read: bool) -> bool:
+    """Return whether `sampler.cache` is pages; 'auto': if a kernel can `read` them.
 
     Raises `ConfigError` if cache, its dtype and the platform don't fit together.
     """
-    dtype = config.dtype if settings.cache_dtype == "auto" else jnp.int8
-    kind, platform = settings.cache, mesh.devices.flat[0].platform
-    by_head = settings.cache_dtype == "int8_per_head"
-    read = _read_by_kernel(config, mesh, settings, dtype)
+    kind, by_head = settings.cache, settings.cache_dtype == "int8_per_head"
     if kind == "auto":
         kind = "paged" if read or by_head else "slots"
     require(
@@ -339,4 +340,4 @@ def choose_layout(
         "multiple of 16 key/value heads, head_dim must be a multiple of 128, and the policy must "
         "have no sinks",
     )
-    return CacheLayout(config, mesh, settings, cache_tokens, dtype, paged=kind == "paged")
+    return kind == "paged"

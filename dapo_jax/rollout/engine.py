@@ -12,7 +12,7 @@ from jaxtyping import Int
 from dapo_jax.config.experiment import Sampler
 from dapo_jax.model.caches import DecodeState, Prefix, PromptCache
 from dapo_jax.model.decoder import DecoderConfig
-from dapo_jax.rollout.cache_layout import choose_layout, with_scales
+from dapo_jax.rollout.cache_layout import CacheLayout, with_scales
 from dapo_jax.rollout.engine_programs import EngineShape, Starts, engine_programs
 from dapo_jax.rollout.requests import SlotOutput
 from dapo_jax.rollout.sampling import stack_rules
@@ -80,7 +80,7 @@ class PolicyEngine:
         self._pace = Pace(mesh)
         # Maximum number of prompts of one `prefill_prompts`.
         self.prefill_width = -(-settings.prefill_prompts // self.replicas) * self.replicas
-        self.layout = choose_layout(config, mesh, settings, shape.cache_tokens)
+        self.layout = CacheLayout(config, mesh, settings, shape.cache_tokens)
         self.pages = self.layout.pages
         self._page_scales = None
         insert_width = min(slots, insert_width)

@@ -18,7 +18,7 @@ from dapo_jax.model.caches import DecodeState, Prefix, PromptCache, StateCache, 
 from dapo_jax.model.decode_attention import SlotContext, at_each, interleave
 from dapo_jax.model.inference import empty_routes, prefill
 from dapo_jax.model.quantisation import to_int8
-from dapo_jax.rollout.cache_layout import CacheLayout, choose_layout
+from dapo_jax.rollout.cache_layout import CacheLayout
 from dapo_jax.rollout.page_table import Fills
 from dapo_jax.rollout.proposals import propose, sibling_texts
 from dapo_jax.rollout.sampling import SamplingRules, sample_tokens, sample_tokens_by_slot
@@ -361,5 +361,5 @@ def engine_programs(
 
 def _programs_without_frozen(shape: EngineShape, mesh: Mesh, trained_on: Mesh) -> EnginePrograms:
     # These programs have their own layout: the engine's layout holds the state of its pages.
-    layout = choose_layout(shape.config, mesh, shape.settings, shape.cache_tokens)
+    layout = CacheLayout(shape.config, mesh, shape.settings, shape.cache_tokens)
     return EnginePrograms(shape, mesh, layout, TrainerWeights(trained_on))

@@ -26,7 +26,7 @@ from dapo_jax.model.decoder import (
     scaled_embeddings,
 )
 from dapo_jax.model.lm_head import Scale
-from dapo_jax.rollout.cache_layout import choose_layout
+from dapo_jax.rollout.cache_layout import CacheLayout
 from dapo_jax.runtime.sharding import unbox
 
 LENGTH = 12
@@ -161,5 +161,5 @@ def test_no_kernel_without_sinks_reads_the_pages():
     chip = named_mesh(Mesh(), "tpu", 1)
     for sinks in (False, True):
         config = dataclasses.replace(wide, sinks=sinks, window=None, sliding=())
-        layout = choose_layout(config, chip, Sampler(slots=2), 256)
+        layout = CacheLayout(config, chip, Sampler(slots=2), 256)
         assert (layout.pages is None) == sinks
