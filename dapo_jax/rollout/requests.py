@@ -184,21 +184,15 @@ def carry_groups(parts: Iterable[tuple[Request, Completion | None]]) -> list[Par
 
 
 @dataclasses.dataclass
-class HeldSlot:
-    """Slot that a trajectory keeps between turns; None after its cache pages were taken."""
-
-    pending: PendingResponses
-    slot: int | None
-
-
-class Trajectory(NamedTuple):
+class Trajectory:
     """Trajectory that waits for the reply of its environment, or that has received it."""
 
     burst: int  # its turn ended after this burst
     group: Request
     completion: Completion
     request: Any
-    held: HeldSlot | None  # None: its slot was released
+    pending: PendingResponses | None = None  # what its slot resumes; None: it keeps no slot
+    slot: int | None = None  # that it keeps between turns, until its cache pages are taken
     continues: bool = False  # whether another turn follows the reply
 
 
@@ -224,14 +218,13 @@ class Trajectories:
     @property
     def held_slots(self) -> list[int]:
         """Slots that trajectories keep, the oldest first."""
-        held = [waiting.held for waiting in self._awaiting if waiting.held]
-        return [kept.slot for kept in held if kept.slot is not None]
+        return [waiting.slot for waiting in self._awaiting if waiting.slot is not None]
 
     def evict(self, slots: Sequence[int]) -> None:
         """Take slots away; their trajectories will be prefilled and fed again."""
         for waiting in self._awaiting:
-            if waiting.held and waiting.held.slot in slots:
-                waiting.held.slot = None
+            if waiting.slot in slots:
+                waiting.slot = None
 
     def unfinished(self) -> list[tuple[Request, Completion]]:
         """Return all trajectories as far as they were sampled."""
@@ -241,15 +234,17 @@ class Trajectories:
         """Forget the trajectories of a request; return the slots that they held."""
         cancelled = [waiting for waiting in self._awaiting if waiting.group is group]
         self._awaiting = collections.deque(w for w in self._awaiting if w.group is not group)
-        return [w.held.slot for w in cancelled if w.held and w.held.slot is not None]
+        return [waiting.slot for waiting in cancelled if waiting.slot is not None]
 
     def clear(self) -> None:
         self._awaiting.clear()
 
-    def request(
-        self, group: Request, completion: Completion, burst: int, held: HeldSlot | None = None
-    ) -> bool:
-        """Request the reply to a turn; return False if the response ends here."""
+    def request(self, group: Request, completion: Completion, burst: int, **kept: Any) -> bool:
+        """Request the reply to a turn; return False if the response ends here.
+
+        Args:
+            kept: fields `pending` and `slot` of a trajectory that keeps its slot.
+        """
         if self._environments is None or completion.truncated:
             return False
         prompt = group.prompt
@@ -258,7 +253,7 @@ class Trajectories:
         texts = [turn.text for turn in completion.turns if turn.drawn] or [completion.text]
         request = self._environments.submit(prompt, seed, texts, completion.failures)
         self.counts.turns += 1
-        self._awaiting.append(Trajectory(burst, group, completion, request, held))
+        self._awaiting.append(Trajectory(burst, group, completion, request, **kept))
         return True
 
     def due(self, burst: int, idle: bool) -> list[Trajectory]:
@@ -277,13 +272,11 @@ class Trajectories:
         start = time.perf_counter()
         replies = self._environments.steps([waiting.request for waiting in due]) if due else []
         self.counts.wait_seconds += time.perf_counter() - start
-        max_turns = self._environments.settings.max_turns
-        return [
-            self._next_turn(waiting, reply, max_turns)
-            for waiting, reply in zip(due, replies, strict=True)
-        ]
+        for waiting, reply in zip(due, replies, strict=True):
+            self._append(waiting, reply)
+        return due
 
-    def _next_turn(self, waiting: Trajectory, reply: Any, max_turns: int) -> Trajectory:
+    def _append(self, waiting: Trajectory, reply: Any) -> None:
         """Append the reply, such as a `sessions.TokenizedReply`, unless the trajectory ends."""
         counts = self.counts
         counts.failed_steps += bool(reply.failure)
@@ -298,26 +291,26 @@ class Trajectories:
         turns = completion.turns or (Turn(True, len(completion.tokens), completion.text),)
         if not reply.tokens:
             counts.ended_by_tokens += reply.cut
-            ended = dataclasses.replace(completion, truncated=reply.cut)
-            return waiting._replace(completion=ended)
-        by_turns = sum(turn.drawn for turn in turns) >= max_turns
+            waiting.completion = dataclasses.replace(completion, truncated=reply.cut)
+            return
+        by_turns = sum(turn.drawn for turn in turns) >= self._environments.settings.max_turns
         remaining = self._max_tokens - len(completion.tokens) - len(reply.tokens)
         by_tokens = remaining <= 0 or len(completion) >= self.sampled_limit
         if by_turns or by_tokens:
             counts.ended_by_turns += by_turns
             counts.ended_by_tokens += not by_turns
-            ended = dataclasses.replace(completion, truncated=True)
-            return waiting._replace(completion=ended)
+            waiting.completion = dataclasses.replace(completion, truncated=True)
+            return
         counts.observation_tokens += len(reply.tokens)
         logprobs, supports = completion.sampler_logprobs, completion.supports
         if supports is not None:
             whole = np.full((len(reply.tokens), 2), (0, -np.inf), supports.dtype)
             supports = np.concatenate([supports, whole])
-        completion = dataclasses.replace(
+        waiting.continues = True
+        waiting.completion = dataclasses.replace(
             completion,
             tokens=np.append(completion.tokens, np.asarray(reply.tokens, np.int32)),
             sampler_logprobs=np.append(logprobs, np.zeros(len(reply.tokens), logprobs.dtype)),
             turns=(*turns, Turn(False, len(reply.tokens), reply.text)),
             supports=supports,
         )
-        return waiting._replace(completion=completion, continues=True)

@@ -14,7 +14,6 @@ from dapo_jax.model.caches import Prefix
 from dapo_jax.rollout.engine import PolicyEngine
 from dapo_jax.rollout.requests import (
     RESUMED_BUCKET_FACTOR,
-    HeldSlot,
     PendingResponses,
     Reader,
     Trajectories,
@@ -216,20 +215,28 @@ class Scheduler:
         parts = [(pending.group, pending.resumed) for pending in self._waiting]
         parts += self._trajectories.unfinished()
         slots = list(self._slots.responses)
-        partial, policy_step = [], self._decoding.key.policy_step
-        outputs = self._engine.fetch_responses(self._decoding.state, slots)
-        for slot, output in zip(slots, outputs, strict=True):
-            pending, sample = self._slots.responses[slot]
-            length = int(self._slots.generated[slot])
-            partial.append(
-                make_completion(pending, sample, output, length, policy_step=policy_step)
-            )
-        if self.environments is not None:
-            partial = with_texts(partial, self._tokenizer.decode_all)
-        for slot, response in zip(slots, partial, strict=True):
+        for slot, response in zip(slots, self._responses(slots), strict=True):
             pending, _ = self._slots.responses[slot]
             parts.append((pending.group, response if self._slots.generated[slot] else None))
         return carry_groups(parts)
+
+    def _responses(self, slots: list[int], ended: bool = False) -> Sequence[Completion]:
+        """Return the responses of slots so far; with texts if an environment reads them."""
+        responses = []
+        outputs = self._engine.fetch_responses(self._decoding.state, slots)
+        for slot, output in zip(slots, outputs, strict=True):
+            pending, sample = self._slots.responses[slot]
+            length = int(min(self._slots.generated[slot], self._slots.limit[slot]))
+            reader = pending.readers.get(sample)
+            stopped = reader and reader.stopped or self._has_ended(output.tokens[:length])
+            fields = {
+                "policy_step": self._decoding.key.policy_step,
+                "truncated": ended and not stopped,
+            }
+            responses.append(make_completion(pending, sample, output, length, **fields))
+        if self.environments is None:
+            return responses
+        return with_texts(responses, self._tokenizer.decode_all)
 
     def _occupied(self) -> list[int]:
         """Return the running slots, then those that trajectories hold; the oldest first."""
@@ -375,19 +382,18 @@ class Scheduler:
         queued: list[PendingResponses] = []
         kept: list[int] = []
         for turn in self._trajectories.due(self.counts.bursts, idle):
-            slot = turn.held.slot if turn.held else None
             if not turn.continues:
                 completed += self._finish(turn.group, turn.completion)
-                if slot is not None:
-                    self._engine.release(slot)
+                if turn.slot is not None:
+                    self._engine.release(turn.slot)
                 continue
-            if turn.held is None:
+            if turn.pending is None:
                 pending = self._resumed(turn.group, turn.completion)
             else:
-                pending = turn.held.pending.extended(turn.completion, next(self._prefix_ids))
-            if slot is not None:
-                self._slots.occupy(slot, pending, self._trajectories.sampled_limit)
-                kept.append(slot)
+                pending = turn.pending.extended(turn.completion, next(self._prefix_ids))
+            if turn.slot is not None:
+                self._slots.occupy(turn.slot, pending, self._trajectories.sampled_limit)
+                kept.append(turn.slot)
                 continue
             known = pending.known_tokens - turn.completion.turns[-1].tokens
             self._trajectories.counts.prefilled_again_tokens += known
@@ -441,28 +447,18 @@ class Scheduler:
 
     def _collect(self, slots: list[int]) -> list[Finished]:
         """Take ended responses out of their slots; return the groups that this finished."""
-        ended, responses, completed = [], [], []
-        policy_step = self._decoding.key.policy_step
-        outputs = self._engine.fetch_responses(self._decoding.state, slots)
-        for slot, output in zip(slots, outputs, strict=True):
+        completed: list[Finished] = []
+        for slot, response in zip(slots, self._responses(slots, ended=True), strict=True):
             pending, sample = self._slots.responses.pop(slot)
-            length = int(min(self._slots.generated[slot], self._slots.limit[slot]))
-            reader = pending.readers.pop(sample, None)
-            cut = not (reader and reader.stopped or self._has_ended(output.tokens[:length]))
-            fields = {"policy_step": policy_step, "truncated": cut}
-            response = make_completion(pending, sample, output, length, **fields)
-            ended.append((slot, pending))
-            responses.append(response)
-            self.counts.tokens += length - pending.known_tokens
-        if self.environments is not None:
-            responses = with_texts(responses, self._tokenizer.decode_all)
-        for (slot, pending), response in zip(ended, responses, strict=True):
-            held = HeldSlot(pending, slot) if self._engine.shape.settings.keep_turns else None
-            burst = self.counts.bursts
-            requested = self._trajectories.request(pending.group, response, burst, held)
+            pending.readers.pop(sample, None)
+            self.counts.tokens += len(response.tokens) - pending.known_tokens
+            keeps = self._engine.shape.settings.keep_turns
+            kept = {"pending": pending, "slot": slot} if keeps else {}
+            turn = pending.group, response, self.counts.bursts
+            requested = self._trajectories.request(*turn, **kept)
             if not requested:
                 completed += self._finish(pending.group, response)
-            if not requested or held is None:
+            if not requested or not keeps:
                 self._engine.release(slot)
         return completed
 
