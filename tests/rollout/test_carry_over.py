@@ -2,14 +2,12 @@
 
 import json
 
-import jax
 import pytest
 from small_runs import make_quick_config, open_run, read_rollouts, read_rows
 
 from dapo_jax import algorithms
 from dapo_jax.config.experiment import Checkpoint, Config, Log, Optimizer, Rollout, Sampler
 from dapo_jax.rollout.sampling import SAMPLE_FOR_TRAINING
-from dapo_jax.run.run import train
 from dapo_jax.types.structs import RolloutKey, SamplingRule, with_texts
 
 SLOW = pytest.mark.slow
@@ -27,26 +25,6 @@ def make_config(base, run_dir, carry_over="all", **changes) -> Config:
         "log": Log(show_group_every_steps=0, tensorboard=False, report=False),
     }
     return make_quick_config(base, run_dir, **settings | changes)
-
-
-@pytest.fixture(scope="module")
-def finished(base, tmp_path_factory):
-    run_dir = tmp_path_factory.mktemp("carry") / "run"
-    with pytest.MonkeyPatch.context() as patch:
-        devices = jax.devices
-        patch.setattr(jax, "devices", lambda *args: devices(*args)[:1])
-        train(make_config(base, run_dir))
-    return run_dir
-
-
-@pytest.mark.slow
-def test_a_run_reports_carried_groups_and_policy_lag(finished):
-    rows = read_rows(finished)
-    assert rows[0]["policy_lag"] == rows[0]["continued_fraction"] == 0
-    assert all(row["carried_tokens"] >= row["carried_groups"] > 0 for row in rows)
-    assert all(0 < row["policy_lag"] <= row["policy_lag_max"] <= 2 for row in rows[1:])
-    assert any(row["continued_fraction"] > 0 for row in rows)
-    assert all(row["trained_groups"] == 4 and row["abandoned_tokens"] == 0 for row in rows)
 
 
 def draw_whole(run, step: int, indices: list[int]) -> dict[int, list[str]]:
@@ -75,13 +53,19 @@ def draw_whole(run, step: int, indices: list[int]) -> dict[int, list[str]]:
 def test_with_an_unchanged_policy_carried_groups_equal_groups_of_one_step(
     carry_over, preset, base, tmp_path, alone
 ):
-    """With and without dynamic sampling."""
+    """With and without dynamic sampling; and rows report the lag of the policies."""
     algorithm = algorithms.preset(preset)
     algorithm.importance_cap = 2.0
     still = {"algorithm": algorithm, "optimizer": Optimizer(learning_rate=1e-30, warmup_steps=0)}
     with open_run(make_config(base, tmp_path / "run", carry_over, **still)) as run:
         for _ in range(4):
             run.step()
+        rows = read_rows(tmp_path / "run")
+        assert rows[0]["policy_lag"] == rows[0]["continued_fraction"] == 0
+        assert all(row["carried_tokens"] >= row["carried_groups"] > 0 for row in rows)
+        assert all(0 <= row["policy_lag"] <= row["policy_lag_max"] <= 2 for row in rows)
+        assert any(row["policy_lag"] > 0 < row["continued_fraction"] for row in rows)
+        assert all(row["trained_groups"] == 4 and row["abandoned_tokens"] == 0 for row in rows)
         texts, first_steps, continued = {}, {}, 0
         for lines in read_rollouts(tmp_path / "run").values():
             for line in map(json.loads, lines.splitlines()):

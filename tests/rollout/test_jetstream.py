@@ -5,31 +5,34 @@ import inspect
 import jax
 import numpy as np
 import pytest
+from samplers import make_engine
 from served import BUDGET, TOKENIZER, make_serve_config
 
+pytest.importorskip("jetstream", reason="google-jetstream is not installed")
+
+from dapo_jax.extras.jetstream import JetStreamEngine
 from dapo_jax.extras.serve import policy
 from dapo_jax.types.structs import SamplingRule
 
 
-def adapt(engine, tokenizer=TOKENIZER, rule=SamplingRule(0)):  # noqa: B008
-    from dapo_jax.extras.jetstream import JetStreamEngine
-
-    return JetStreamEngine(engine, tokenizer, rule)
+def adapt(engine, tokenizer=TOKENIZER):
+    return JetStreamEngine(engine, tokenizer, SamplingRule(0))
 
 
-@pytest.fixture
-def jetstream(byte_folder, monkeypatch, alone):
+@pytest.fixture(scope="module")
+def jetstream(byte_folder):
     """A served engine with bursts of one token as JetStream's, and its parameters."""
-    pytest.importorskip("jetstream", reason="google-jetstream is not installed")
-    monkeypatch.setattr(policy, "BURST_TOKENS", 1)
-    model, engine, params = policy.load_served(make_serve_config(byte_folder, max_prompt_tokens=32))
+    devices, config = jax.devices()[:1], make_serve_config(byte_folder, max_prompt_tokens=32)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(jax, "devices", lambda *args: devices)
+        patch.setattr(policy, "BURST_TOKENS", 1)
+        model, engine, params = policy.load_served(config)
     return adapt(engine, model.tokenizer), params
 
 
-def test_an_engine_with_longer_bursts_is_rejected(byte_engine):
-    pytest.importorskip("jetstream", reason="google-jetstream is not installed")
-    with pytest.raises(ValueError, match="burst_tokens = 4: must be 1"):
-        adapt(byte_engine.engine)
+def test_an_engine_with_longer_bursts_is_rejected(one_device):
+    with pytest.raises(ValueError, match="burst_tokens = 3: must be 1"):
+        adapt(make_engine(one_device))
 
 
 def jetstream_prefill(engine, params, text: str, **options):

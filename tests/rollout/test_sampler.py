@@ -43,42 +43,31 @@ from dapo_jax.types.errors import ConfigError
 from dapo_jax.types.structs import RolloutKey, SamplingRule
 
 
-def test_greedy_decoding_equals_a_full_forward_loop(tiny_params, one_device):
-    groups = sample(make_sampler(one_device), tiny_params, PROMPTS[:5], 1, GREEDY)
-    for prompt in PROMPTS[:5]:
-        expected = greedy_loop(tiny_params, prompt.tokens.tolist(), 20)
-        assert groups[prompt.index][0].tokens.tolist() == expected
-
-
-def test_recorded_logprobs_equal_those_of_the_trainer(tiny_params, one_device):
-    rule = SamplingRule(temperature=0.8)
+def test_recorded_logprobs_equal_those_of_the_trainer_and_slots_stay_full(tiny_params, one_device):
+    sampler, rule = make_sampler(one_device), SamplingRule(temperature=0.8)
     score = jax.jit(
         functools.partial(token_logprobs, config=TINY, temperature=0.8, chunk_tokens=999)
     )
-    groups = sample(make_sampler(one_device), tiny_params, rule=rule)
+    groups, counts = sample(sampler, tiny_params, rule=rule), sampler.counts
     for prompt in PROMPTS:
         for done in groups[prompt.index]:
-            row = jnp.array([[*prompt.tokens, *done.tokens] + [0] * (28 - len(done))])
-            row = row[:, :28]
             length = len(prompt.tokens) + len(done)
+            row = jnp.array([[*prompt.tokens, *done.tokens] + [0] * (28 - length)])
             segments = (jnp.arange(28) < length).astype(jnp.int32)[None]
             logprobs, _ = score(tiny_params, rows=Rows(row, segments, jnp.arange(28)[None]))
             expected = logprobs[0, len(prompt.tokens) : length]
             np.testing.assert_allclose(done.sampler_logprobs, expected, atol=1e-4)
-
-
-def test_prompts_are_prefilled_once_and_slots_stay_full(tiny_params, one_device):
-    sampler = make_sampler(one_device, slots=6, burst=2, response=60)
-    sample(sampler, tiny_params, samples=8)
-    counts = sampler.counts
-    assert counts.prefills == len(PROMPTS)
-    assert counts.responses == 8 * len(PROMPTS)
+    assert (counts.prefills, counts.responses) == (len(PROMPTS), 3 * len(PROMPTS))
     assert counts.slot_steps > 0 and counts.occupancy >= 0.85
 
 
-def test_slots_must_divide_over_the_mesh(eight_devices):
+def test_sizes_that_do_not_fit_are_rejected(one_device, eight_devices):
     with pytest.raises(ConfigError, match="sampler.slots = 6.*multiple of data x fsdp = 4"):
         make_sampler(eight_devices, slots=6)
+    layer = {"recurrent": (True, False), "delta_key_heads": 1, "delta_value_heads": 1}
+    config = dataclasses.replace(TINY, **layer)  # its states can't take back a token
+    with pytest.raises(ConfigError, match="sampler.speculate = 2.*delta-net"):
+        make_engine(one_device, config=config, speculate=2)
 
 
 def rule_by_definition(logits: np.ndarray, rule: SamplingRule) -> tuple[np.ndarray, np.ndarray]:
@@ -218,10 +207,6 @@ def params_of(config):
     return params | {"embedding": params["embedding"] * 20}
 
 
-def open_sampler(mesh, config, **settings) -> Scheduler:
-    return make_sampler(mesh, config=config, **settings)
-
-
 @pytest.mark.parametrize("length", [1, 5, 8])
 def test_a_ring_holds_its_newest_tokens(length):
     for last in range(20):
@@ -232,12 +217,18 @@ def test_a_ring_holds_its_newest_tokens(length):
         assert [ring.get(i, -1) for i in range(length)] == np.maximum(actual, -1).tolist()
 
 
-@pytest.mark.parametrize("layout", [pytest.param("slots", marks=pytest.mark.slow), "pages"])
 @pytest.mark.parametrize(
-    "config", [MIXED, pytest.param(ALL, marks=pytest.mark.slow)], ids=["mixed", "all"]
+    ("config", "layout"),
+    [
+        (TINY, "slots"),
+        (MIXED, "pages"),
+        pytest.param(MIXED, "slots", marks=pytest.mark.slow),
+        pytest.param(ALL, "slots", marks=pytest.mark.slow),
+        pytest.param(ALL, "pages", marks=pytest.mark.slow),
+    ],
 )
 def test_greedy_decoding_equals_the_whole_forward_pass(config, layout, one_device):
-    params, sampler = params_of(config), open_sampler(one_device, config, **LAYOUTS[layout])
+    params, sampler = params_of(config), make_sampler(one_device, config=config, **LAYOUTS[layout])
     groups = sample(sampler, params, SOME, 1, GREEDY)
     for prompt in SOME:
         expected = greedy_loop(params, prompt.tokens.tolist(), 20, config)
@@ -247,7 +238,7 @@ def test_greedy_decoding_equals_the_whole_forward_pass(config, layout, one_devic
 
 @pytest.fixture(scope="module")
 def tokens(one_device):
-    return tokens_of(sample(open_sampler(one_device, MIXED), params_of(MIXED), SOME))
+    return tokens_of(sample(make_sampler(one_device, config=MIXED), params_of(MIXED), SOME))
 
 
 @pytest.mark.parametrize(
@@ -261,7 +252,7 @@ def tokens(one_device):
 )
 def test_eight_devices_sample_what_one_does(settings, tokens):
     mesh, params = make_mesh(2, 2, 2), params_of(MIXED)
-    sharded = open_sampler(mesh, MIXED, slots=8, **settings)
+    sharded = make_sampler(mesh, config=MIXED, slots=8, **settings)
     assert tokens_of(sample(sharded, place(params, MIXED, mesh), SOME)) == tokens
 
 
@@ -331,7 +322,7 @@ def test_speculation_changes_no_token_and_saves_steps(temperature, one_device):
     found, params, rule = [], params_of(MIXED), SamplingRule(temperature)
     for speculate in (0, 3):
         sizes = {"slots": 8, "response": 60, "first_window_tokens": 80}
-        sampler = open_sampler(one_device, MIXED, speculate=speculate, **sizes)
+        sampler = make_sampler(one_device, config=MIXED, speculate=speculate, **sizes)
         sampler.begin(params, RolloutKey(0, 2), rule)
         for number, prompt in enumerate(SOME):
             sampler.submit(prompt, 4, SamplingRule(0.5, 0.9, 9) if number == 3 else None)
@@ -364,13 +355,6 @@ def test_proposals_follow_the_longest_match_with_the_last_tokens():
     assert proposals([6, 7, 6, 7, 6]) == [7, 6, 7, 6]  # it repeats what it has
     assert proposals([1, 2, 3], [9, 1, 2, 3, 5, 6, 7, 8]) == [5, 6, 7, 8]
     assert proposals([2, 5, 2, 5, 3, 2], [2, 9, 9, 9, 9], count=1) == [5]  # its own text first
-
-
-def test_states_that_cannot_take_back_a_token_do_not_speculate(one_device):
-    layer = {"recurrent": (True, False), "delta_key_heads": 1, "delta_value_heads": 1}
-    config = dataclasses.replace(TINY, **layer)
-    with pytest.raises(ConfigError, match="sampler.speculate = 2.*delta-net"):
-        make_engine(one_device, config=config, speculate=2)
 
 
 def test_a_window_longer_than_the_cache_uses_pages(one_device):

@@ -74,14 +74,20 @@ def open_sampler(request, one_device):
         yield open_cached
 
 
+def start(sampler, params, key=KEY, rule=SamplingRule()):  # noqa: B008
+    sampler.begin(params, key, rule)
+    return sampler
+
+
 @pytest.fixture
 def begin(open_sampler, tiny_params):
-    def begin(slots=4, key=KEY, rule=SamplingRule()):  # noqa: B008
-        sampler = open_sampler(slots)
-        sampler.begin(tiny_params, key, rule)
-        return sampler
+    return lambda slots=4, **options: start(open_sampler(slots), tiny_params, **options)
 
-    return begin
+
+@pytest.fixture(scope="module")
+def expected(open_sampler, tiny_params) -> dict[int, tuple]:
+    """Return the groups of all prompts."""
+    return finish_groups(start(open_sampler(), tiny_params))
 
 
 def finish(sampler) -> dict[int, tuple]:
@@ -112,21 +118,20 @@ def assert_same(groups, others):
 
 
 def test_groups_are_returned_whole_and_in_order_of_samples(begin):
-    sampler = begin()
+    sampler = begin(key=KEY._replace(policy_step=1))
     groups = finish_groups(sampler)
     assert groups.keys() == {prompt.index for prompt in PROMPTS}
     for group in groups.values():
         assert [done.sample for done in group] == list(range(SAMPLES))
         for done in group:
             assert 0 < len(done.tokens) == len(done.sampler_logprobs)
-            assert done.sampler_logprobs.dtype == np.float32
+            assert done.sampler_logprobs.dtype == np.float32 and done.policy_step == 1
             assert done.truncated == (done.tokens[-1] != END)
     assert sampler.counts.tokens == sum(len(done) for group in groups.values() for done in group)
     assert sampler.counts.bursts > 1 and sampler.counts.abandoned_tokens == 0
 
 
-def test_single_responses_are_returned_one_by_one_and_equal_those_of_the_group(begin):
-    groups = finish_groups(begin())
+def test_single_responses_are_returned_one_by_one_and_equal_those_of_the_group(begin, expected):
     sampler = begin()
     submit(sampler, samples=[0, 2])
     returned = {}
@@ -134,33 +139,35 @@ def test_single_responses_are_returned_one_by_one_and_equal_those_of_the_group(b
         for request, (done,) in sampler.step():
             returned.setdefault(request.prompt.index, {})[done.sample] = done
     singles = {i: (done[0], done[2]) for i, done in returned.items()}
-    assert_same(singles, {i: (group[0], group[2]) for i, group in groups.items()})
+    assert_same(singles, {i: (group[0], group[2]) for i, group in expected.items()})
 
 
-def test_responses_depend_neither_on_order_nor_on_slots(begin):
-    expected = finish_groups(begin())
+def test_responses_depend_neither_on_order_nor_on_slots(begin, expected):
     assert_same(finish_groups(begin(), PROMPTS[::-1]), expected)
     assert_same(finish_groups(begin(slots=12)), expected)
     assert_same(finish_groups(begin(), PROMPTS[3:4]), {PROMPTS[3].index: expected[5]})
 
 
-def test_begin_forgets_earlier_requests_and_starts_new_counts(begin):
-    expected = finish_groups(begin())
+def test_work_that_was_left_leaves_no_trace(begin, expected):
+    """Whether it was stopped, or the sampler closed, or another rollout begun."""
     sampler = begin(key=RolloutKey(0, 9))
-    submit(sampler, PROMPTS[:1])
-    sampler.step()
-    sampler = begin()
-    assert sampler.idle and sampler.counts.bursts == sampler.counts.tokens == 0
-    assert_same(finish_groups(sampler, PROMPTS[2:]), {i: expected[i] for i in range(4, 9)})
+    for leave in (lambda: sampler.stop(keep=False), sampler.close, begin):
+        submit(sampler)
+        sampler.step()
+        left = leave()
+        assert sampler.idle
+        if isinstance(left, list):
+            counts = sampler.counts
+            assert left == [] and counts.abandoned_responses > 0
+            # Samplers in other processes count the tokens themselves.
+            assert counts.abandoned_tokens > 0 or isinstance(sampler, IN_OTHER_PROCESSES)
+        assert (sampler.key is None) == (left is None)
+        begin()
+        assert sampler.key == KEY and sampler.counts.bursts == sampler.counts.tokens == 0
+        assert_same(finish_groups(sampler, PROMPTS[2:]), {i: expected[i] for i in range(4, 9)})
 
 
-def test_the_step_of_the_policy_is_recorded(begin):
-    groups = finish_groups(begin(key=RolloutKey(0, 2, policy_step=1)), PROMPTS[:1])
-    assert [done.policy_step for done in groups[2]] == [1] * SAMPLES
-
-
-def test_stopped_groups_resume_with_the_same_tokens(begin):
-    expected = finish_groups(begin())
+def test_stopped_groups_resume_with_the_same_tokens(begin, expected):
     sampler = begin()
     submit(sampler)
     groups = {}
@@ -178,32 +185,7 @@ def test_stopped_groups_resume_with_the_same_tokens(begin):
     assert_same(groups | finish(sampler), expected)
 
 
-def test_abandoned_work_is_counted_and_leaves_no_trace(begin):
-    sampler = begin()
-    submit(sampler)
-    sampler.step()
-    assert sampler.stop(keep=False) == []
-    assert sampler.idle
-    counts = sampler.counts
-    assert counts.abandoned_responses > 0
-    # Samplers in other processes count the tokens themselves.
-    assert counts.abandoned_tokens > 0 or isinstance(sampler, IN_OTHER_PROCESSES)
-    assert_same(finish_groups(sampler), finish_groups(begin()))
-
-
-def test_a_closed_sampler_begins_again(begin):
-    expected = finish_groups(begin())
-    sampler = begin()
-    assert sampler.key == KEY
-    submit(sampler, PROMPTS[:1])
-    sampler.step()
-    sampler.close()
-    assert sampler.idle and sampler.key is None
-    assert_same(finish_groups(begin()), expected)
-
-
-def test_a_cancelled_request_leaves_room_and_no_trace(begin):
-    expected = finish_groups(begin())
+def test_a_cancelled_request_leaves_room_and_no_trace(begin, expected):
     sampler = begin()
     first, second, third = submit(sampler, PROMPTS[:3])
     sampler.step()
@@ -216,8 +198,7 @@ def test_a_cancelled_request_leaves_room_and_no_trace(begin):
     assert sampler.counts.abandoned_responses > 0 or isinstance(sampler, RemoteSampler)
 
 
-def test_a_request_has_its_own_budget_and_stop_tokens(begin):
-    expected = finish_groups(begin())
+def test_a_request_has_its_own_budget_and_stop_tokens(begin, expected):
     if isinstance(sampler := begin(), RemoteSampler):
         with pytest.raises(ValueError, match="budget and stop are those of the run"):
             sampler.submit(PROMPTS[0], 1, budget=2)
@@ -241,11 +222,11 @@ def test_a_request_has_its_own_budget_and_stop_tokens(begin):
         sampler.submit(PROMPTS[0], 1, budget=0)
 
 
-def test_a_request_has_its_own_rule_and_stop_texts_or_is_rejected(begin, request):
+def test_a_request_has_its_own_rule_and_stop_texts_or_is_rejected(begin, expected, request):
     """Beside requests with the rollout's rule; its responses are those of a rollout by its rule."""
-    name, usual = request.node.callspec.params["open_sampler"], SamplingRule()
+    name = request.node.callspec.params["open_sampler"]
     hot, five = SamplingRule(temperature=2.0, top_k=9), TOKENIZER.encode("5")[0]
-    plain, heated = (finish_groups(begin(rule=rule), PROMPTS[:4]) for rule in (usual, hot))
+    heated = finish_groups(begin(rule=hot), PROMPTS[:4])
     sampler = begin()
     sampler.submit(PROMPTS[0], SAMPLES)
     if name.startswith("scheduler") or name == "vllm":
@@ -260,7 +241,7 @@ def test_a_request_has_its_own_rule_and_stop_texts_or_is_rejected(begin, request
         with pytest.raises(ValueError, match="stop"):
             sampler.submit(PROMPTS[3], SAMPLES, stop=Stop(("5",)))
     groups = {i: sorted(group, key=lambda c: c.sample) for i, group in finish(sampler).items()}
-    tokens, plain, heated = map(tokens_of, (groups, plain, heated))
+    tokens, plain, heated = map(tokens_of, (groups, expected, heated))
     assert tokens[2] == plain[2]
     if 3 in groups:
         assert tokens[3] == heated[3] != plain[3]
@@ -272,9 +253,10 @@ def test_a_request_has_its_own_rule_and_stop_texts_or_is_rejected(begin, request
         ]
 
 
-def test_a_weight_update_leaves_nothing_of_the_earlier_policy(begin, tiny_params, request):
+def test_a_weight_update_leaves_nothing_of_the_earlier_policy(
+    begin, expected, tiny_params, request
+):
     """No cache of prompts, no waiting request, no token; and back again."""
-    first = finish_groups(begin())
     sampler = begin()
     submit(sampler, PROMPTS[:1])
     sampler.step()
@@ -285,16 +267,12 @@ def test_a_weight_update_leaves_nothing_of_the_earlier_policy(begin, tiny_params
     steps = {done.policy_step for group in updated.values() for done in group}
     assert steps == {7}
     if request.node.callspec.params["open_sampler"] != "scripted":
-        tokens = [
-            [done.tokens.tolist() for group in groups.values() for done in group]
-            for groups in (first, updated)
-        ]
-        assert tokens[0] != tokens[1]
-    again = finish_groups(begin())
-    assert_same(again, first)
+        assert tokens_of(updated) != tokens_of(expected)
+    assert_same(finish_groups(begin()), expected)
 
 
 def test_room_counts_the_responses_that_could_start(begin):
+    """And a prompt without tokens is rejected."""
     sampler = begin()
     assert sampler.idle and sampler.room == 4
     sampler.submit(PROMPTS[0], SAMPLES)
@@ -302,15 +280,10 @@ def test_room_counts_the_responses_that_could_start(begin):
     sampler.submit(PROMPTS[1], SAMPLES)
     assert sampler.room == 4 - 2 * SAMPLES
     finish(sampler)
-    assert sampler.idle and sampler.room == 4
-
-
-def test_an_empty_prompt_is_rejected(begin):
-    sampler = begin()
     for samples in (2, [0]):
         with pytest.raises(ValueError, match="prompt .* has no tokens"):
             sampler.submit(make_prompt(3, []), samples)
-    assert sampler.idle
+    assert sampler.idle and sampler.room == 4
 
 
 def test_host_work_runs_exactly_once_per_burst(begin):
@@ -327,11 +300,21 @@ def test_host_work_runs_exactly_once_per_burst(begin):
 # --- training with truncated sampling ---------------------------------------------------------
 
 
-@pytest.mark.parametrize("rule", [{"top_p": 0.7}, {"top_k": 4}, {"top_p": 0.7, "top_k": 20}])
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [
+        pytest.param({"top_p": 0.7}, marks=SLOW),
+        pytest.param({"top_k": 4}, marks=SLOW),
+        {"top_p": 0.7, "top_k": 20},
+    ],
+)
 def test_an_unchanged_policy_has_ratio_1_over_the_tokens_that_were_kept(
-    base, tmp_path, alone, rule
+    tiny_folder, tmp_path, alone, rule
 ):
-    config = make_quick_config(base, tmp_path / "run", preset="prime_rl")
+    config = make_quick_config(tiny_folder, tmp_path / "run", preset="prime_rl")
     config.sampler = Sampler(
         slots=16, burst_tokens=8, max_response_tokens=24, temperature=1.5, **rule
     )
@@ -360,16 +343,17 @@ def test_an_unchanged_policy_has_ratio_1_over_the_tokens_that_were_kept(
     ("mesh", "dtype"),
     [
         (Mesh(1, 1, 1), "bfloat16"),
-        pytest.param(Mesh(2, 2, 2), "float32", marks=pytest.mark.slow),
+        pytest.param(Mesh(2, 2, 2), "float32", marks=SLOW),
     ],
 )
 def test_the_exact_sampler_has_the_log_probs_of_the_score_pass_to_the_bit(
-    base, tmp_path, request, mesh, dtype
+    tiny_folder, tmp_path, request, mesh, dtype
 ):
     """With other numbers of responses in flight than rows of the pass."""
     if mesh.tensor == 1:
         request.getfixturevalue("alone")
-    config = make_quick_config(base, tmp_path / "run", mesh=mesh, compute=Compute(dtype=dtype))
+    changes = {"preset": "grpo", "mesh": mesh, "compute": Compute(dtype=dtype)}
+    config = make_quick_config(tiny_folder, tmp_path / "run", **changes)
     config.sampler.engine, config.sampler.slots = "exact", 12
     config.packing = Packing(row_tokens=40, rows_per_microbatch=8, single_responses=True)
     components = build(config)

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import itertools
+import pathlib
 import sys
 import types
 
@@ -10,10 +11,9 @@ import jax
 import numpy as np
 import pytest
 from kept_groups import differing, make_kept
-from small_runs import make_quick_config, open_run, read_rollouts, read_rows
+from small_runs import open_run, read_rollouts, read_rows
 
-from dapo_jax import algorithms
-from dapo_jax.config.experiment import Checkpoint, Config, Data, Evaluation, Log, Mesh, Rollout
+from dapo_jax.config.experiment import Checkpoint, Log, Mesh, Rollout
 from dapo_jax.learner import learners
 from dapo_jax.rollout import source
 from dapo_jax.rollout.dynamic_sampling import Starved
@@ -24,35 +24,11 @@ from dapo_jax.types.errors import ConfigError
 from dapo_jax.types.structs import Interrupted, RolloutKey
 
 
-def make_config(base, run_dir, staleness=1, **changes) -> Config:
-    algorithm = algorithms.dapo()
-    algorithm.importance_cap = 2.0
-    settings = {
-        "algorithm": algorithm,
-        "total_steps": 4,
-        "data": Data(min_terms=2, max_terms=3, max_prompt_tokens=8, heldout_problems=4),
-        "rollout": Rollout(4, 4, updates_per_rollout=2, staleness=staleness),
-        "checkpoint": Checkpoint(every_steps=1, keep=9),
-        "evaluation": Evaluation(every_steps=2, samples_per_problem=1, top_p=1.0),
-        # Log-probs of tokens are rounded, and may round otherwise on another mesh.
-        "log": Log(show_group_every_steps=0, tensorboard=False, token_groups=0),
-        "mesh": Mesh(data=2, fsdp=2, tensor=2),
-    }
-    return make_quick_config(base, run_dir, **settings | changes)
-
-
-@pytest.fixture(scope="module")
-def finished(base, tmp_path_factory):
-    run_dir = tmp_path_factory.mktemp("stale") / "run"
-    train(make_config(base, run_dir))
-    return run_dir
-
-
 def test_the_second_step_is_sampled_by_the_policy_before_the_first_update(
-    base, tmp_path, monkeypatch
+    tiny_folder, score_folder, tmp_path, monkeypatch, alone
 ):
     loaded = []  # for which step, when an update begins: later it would wait for the update
-    with open_run(make_config(base, tmp_path / "run")) as run:
+    with open_run(make_stale(tiny_folder, score_folder, tmp_path / "run", 1)) as run:
         before = jax.tree.map(np.asarray, run.state.learners.policy.params)
 
         def note(*arguments):
@@ -77,14 +53,41 @@ def test_the_second_step_is_sampled_by_the_policy_before_the_first_update(
     assert loaded == [RolloutKey(SAMPLE_FOR_TRAINING, 1)] * 2
 
 
+def make_stale(tiny_folder, score_folder, run_dir, staleness, setting="plain", **changes):
+    """Five steps, or `changes`, with the default checkpoints of a run that saves every step."""
+    rollout = Rollout(4, 4, updates_per_rollout=2, staleness=staleness)
+    settings = {"total_steps": 5, "checkpoint": Checkpoint(every_steps=1, keep=1)} | changes
+    return make_kept(setting, tiny_folder, score_folder, run_dir, rollout=rollout, **settings)
+
+
+@pytest.fixture(scope="module")
+def make_wide(tiny_folder, score_folder):
+    """Make a run of four steps on eight devices, or on others."""
+
+    def make(run_dir, mesh=Mesh(data=2, fsdp=2, tensor=2)):  # noqa: B008
+        # Log-probs of tokens are rounded, and may round otherwise on another mesh.
+        log = Log(show_group_every_steps=0, tensorboard=False, report=False, token_groups=0)
+        folders = tiny_folder, score_folder, run_dir
+        return make_stale(*folders, 1, total_steps=4, mesh=mesh, log=log)
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def finished(make_wide, tmp_path_factory):
+    config = make_wide(tmp_path_factory.mktemp("stale") / "run")
+    train(config)
+    return pathlib.Path(config.run_dir)
+
+
 def interrupt(run, interrupted) -> None:
     changed = dataclasses.replace(run.trainer.source, interrupted=interrupted)
     run.trainer = dataclasses.replace(run.trainer, source=changed)
 
 
 @pytest.mark.slow
-def test_a_signal_or_starvation_ahead_loses_no_step(base, finished, tmp_path, monkeypatch):
-    with open_run(make_config(base, tmp_path / "run")) as run:
+def test_a_signal_or_starvation_ahead_loses_no_step(make_wide, finished, tmp_path, monkeypatch):
+    with open_run(make_wide(tmp_path / "run")) as run:
         run.begin()
         bursts = itertools.count()
         interrupt(run, lambda: run.state.step == 1 and next(bursts) > 1)
@@ -100,20 +103,13 @@ def test_a_signal_or_starvation_ahead_loses_no_step(base, finished, tmp_path, mo
             run.step()
         monkeypatch.setattr(source, "collect", collect)
         run.store.checkpoints.close()
-    train(make_config(base, tmp_path / "run"))
+    train(make_wide(tmp_path / "run"))
     assert read_rows(tmp_path / "run") == read_rows(finished)
     assert read_rollouts(tmp_path / "run") == read_rollouts(finished)
 
 
 def starve(*arguments, **options):
     raise Starved
-
-
-def make_stale(tiny_folder, score_folder, run_dir, staleness, setting="plain", **changes):
-    """Five steps, or `changes`, with the default checkpoints of a run that saves every step."""
-    rollout = Rollout(4, 4, updates_per_rollout=2, staleness=staleness)
-    settings = {"total_steps": 5, "checkpoint": Checkpoint(every_steps=1, keep=1)} | changes
-    return make_kept(setting, tiny_folder, score_folder, run_dir, rollout=rollout, **settings)
 
 
 def train_with_stops(config, bursts) -> int:
@@ -162,11 +158,9 @@ def test_a_longer_run_needs_policies_that_are_gone(tiny_folder, score_folder, tm
 
 
 @pytest.mark.slow
-def test_dedicated_sampling_devices_sample_the_same(base, finished, tmp_path):
+def test_dedicated_sampling_devices_sample_the_same(make_wide, finished, tmp_path):
     """Four train and four sample: the same tokens as eight that do both."""
-    config = make_config(base, tmp_path / "run")
-    config.mesh = Mesh(data=1, fsdp=2, tensor=2, sampler_share=0.5)
-    train(config)
+    train(make_wide(tmp_path / "run", Mesh(data=1, fsdp=2, tensor=2, sampler_share=0.5)))
     assert read_rollouts(tmp_path / "run") == read_rollouts(finished)
     for row, expected in zip(read_rows(tmp_path / "run"), read_rows(finished), strict=True):
         assert row == pytest.approx(expected, rel=1e-3, abs=1e-5)
