@@ -9,8 +9,7 @@
   (log-normal, cut at 512 tokens, mean 128).
 - smoke: one layer and few short responses, to see that everything runs, and nothing else.
 
-Prints a JSON line per measurement, with the arithmetic of the matrix products alone over a product
-of two square matrices timed in the same process; the first (compiling) call is reported apart.
+Prints a JSON line per measurement; the first (compiling) call is reported apart.
 """
 
 import contextlib
@@ -57,8 +56,7 @@ MEDIAN_TOKENS, SPREAD = 84.0, 1.0  # of the log-normal law; cut at 512 its mean 
 SHAPE = {"layers": 4, "embed": 256, "heads": 4, "kv_heads": 2, "head_dim": 64, "mlp": 1024}
 DECODER = DecoderConfig(VOCAB, **SHAPE, tie_embeddings=False)
 SMOKE_DECODER = dataclasses.replace(DECODER, layers=1, embed=32, head_dim=8, mlp=64)
-# Forward and backward; of a step's tokens each is drawn, scored and trained on.
-PASSES = {"rollout": 1, "update": 3, "step": 5}
+PARTS = ["rollout", "update", "step"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,7 +70,6 @@ class Workload:
     group: int = GROUP
     slots: int = SLOTS
     decoder: DecoderConfig = DECODER
-    matmul: int = 2048  # side of the square matrices that are timed beside it
 
     @property
     def row_tokens(self) -> int:
@@ -112,7 +109,7 @@ class Workload:
 WORKLOADS = {
     "uniform": Workload(8, 128, ragged=False, rows_per_microbatch=8),
     "real": Workload(64, 512, ragged=True, rows_per_microbatch=4),
-    "smoke": Workload(2, 32, False, 2, group=2, slots=4, decoder=SMOKE_DECODER, matmul=128),
+    "smoke": Workload(2, 32, False, 2, group=2, slots=4, decoder=SMOKE_DECODER),
 }
 
 
@@ -201,17 +198,6 @@ class Calls:
         return self.workload.prompts * self.workload.group * values["response_tokens_mean"]
 
 
-def matmul_flops(side: int) -> float:
-    """Return the FLOP/s of a square product, the best of a few, on all cores."""
-    a = jnp.asarray(np.random.default_rng(0).normal(size=(side, side)), jnp.float32)
-    product, best = jax.jit(jnp.dot), float("inf")
-    for _ in range(6):
-        started = time.perf_counter()
-        product(a, a).block_until_ready()
-        best = min(best, time.perf_counter() - started)
-    return 2 * side**3 / best
-
-
 def measure(call: Callable[[], float], repeats: int) -> dict[str, float | list[float]]:
     """Return the median of the calls after a first one that compiles and a warm-up."""
     seconds, speeds = [], []
@@ -229,18 +215,12 @@ def measure(call: Callable[[], float], repeats: int) -> dict[str, float | list[f
 
 
 def main() -> None:
-    args = bench.read_arguments(__doc__, workload="uniform", repeats=5, only=list(PASSES))
+    args = bench.read_arguments(__doc__, workload="uniform", repeats=5, only=PARTS)
     workload = WORKLOADS[args.workload]
     with contextlib.closing(Calls(workload)) as calls:
-        products = 2 * sum(leaf.size for leaf in jax.tree.leaves(calls.params) if leaf.ndim > 1)
-        products -= 2 * VOCAB * workload.decoder.embed  # the embedding is looked up
         for name in args.only:
-            call = getattr(calls, name)
-            line = {"framework": "dapo_jax", "workload": args.workload, "bench": name}
-            line |= measure(call, args.repeats)
-            gflops = line["tokens_per_s"] * PASSES[name] * products / 1e9
-            line["gflops"] = round(gflops, 1)
-            line["matmul_gflops"] = round(matmul_flops(workload.matmul) / 1e9, 1)
+            line = {"workload": args.workload, "bench": name}
+            line |= measure(getattr(calls, name), args.repeats)
             print(json.dumps(line), flush=True)
 
 

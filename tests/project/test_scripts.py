@@ -56,7 +56,7 @@ def test_loading_is_measured_on_a_folder():
 def test_rollout_update_and_step_are_timed():
     sizes = ("--repeats", 1, "--only", "update", "--workload", "smoke")
     step = json.loads(run("benchmarks/ours.py", *sizes))
-    assert step["median_s"] > 0 and 0 < step["gflops"] < step["matmul_gflops"]
+    assert step["median_s"] > 0 and step["tokens_per_s"] > 0
 
 
 @pytest.mark.slow
