@@ -15,6 +15,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from tokenizers import processors as post_processors
 
 from dapo_jax.model.families import family_of
+from dapo_jax.model.param_paths import TOP_TENSORS
 from dapo_jax.runtime.storage.models import file_parts
 
 TYPES = "F32 F16 BF16 Q8_0 Q4_0 Q4_1 Q5_0 Q5_1 Q4_K Q5_K Q6_K".split()  # that can be dequantised
@@ -30,13 +31,6 @@ ARCHITECTURES = {
 # Rows of queries and keys alternate between rotary halves.
 INTERLEAVED = ("llama", "mistral", "smollm3")
 NORM_OFFSETS = {"gemma3_text": 1.0}  # that a file adds to the scales of norms
-# Modules of a Hugging Face folder; the package `gguf` knows their names in a file.
-TOP_MODULES = ["model.embed_tokens", "model.norm", "lm_head"]
-LAYER_MODULES = (
-    "input_layernorm post_attention_layernorm pre_feedforward_layernorm post_feedforward_layernorm "
-    "self_attn.q_proj self_attn.k_proj self_attn.v_proj self_attn.o_proj self_attn.q_norm "
-    "self_attn.k_norm mlp.gate_proj mlp.up_proj mlp.down_proj"
-).split()
 ROTARY_HEADS = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}
 # Keys of a file, below the name of its architecture, and their fields in config.json.
 REQUIRED_FIELDS = {
@@ -195,10 +189,12 @@ def _read_scaling(factors: np.ndarray, config: dict[str, Any]) -> dict[str, Any]
 def _modules(config: dict[str, Any]) -> dict[str, str]:
     """Return the modules of a Hugging Face folder by their names in a file."""
     kinds = {name: kind for kind, name in gguf.MODEL_ARCH_NAMES.items()}
-    layers = config["num_hidden_layers"]
-    table = gguf.get_tensor_name_map(kinds[ARCHITECTURES[config["model_type"]]], layers)
-    modules = [f"model.layers.{i}.{part}" for i in range(layers) for part in LAYER_MODULES]
-    return {name: part for part in TOP_MODULES + modules if (name := table.get_name(part))}
+    kind, layers = config["model_type"], range(config["num_hidden_layers"])
+    table = gguf.get_tensor_name_map(kinds[ARCHITECTURES[kind]], len(layers))
+    tensors = [TOP_TENSORS[path] for path in ("embedding", "final_norm/scale", "head")]
+    tensors += [f"model.layers.{i}.{t}" for i in layers for t in family_of(kind).tensors.values()]
+    modules = [tensor.rpartition(".")[0] for tensor in tensors]
+    return {name: module for module in modules if (name := table.get_name(module))}
 
 
 def _from_file(array: np.ndarray, module: str, config: dict[str, Any]) -> np.ndarray:

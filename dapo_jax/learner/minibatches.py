@@ -84,7 +84,7 @@ def row_choice(config: Config, decoder: DecoderConfig, row_shards: int) -> RowCh
     width = decoder.heads * decoder.head_dim
     matrices = 2 * decoder.embed * (width + decoder.kv_heads * decoder.head_dim)
     attention_tokens = (matrices + 3 * decoder.embed * decoder.active_mlp) / width
-    attention_tokens *= decoder.layers / decoder.attention_layers
+    attention_tokens *= decoder.layers / (decoder.layers - sum(decoder.recurrent))
     factor = shared_cost(decoder.head_dim) if decoder.attention == "splash" else 1.0
     return RowChoice(shapes, attention_tokens, factor)
 

@@ -75,20 +75,17 @@ def attend_prompt(
     return grouped_attention(queries, cache, mask, options.sinks), cache
 
 
-def at_each(array: Array, index: tuple, new: Array) -> Array:
-    """Set `array[i][index[i]] = new[i]` for every slot i; indices past the end are dropped.
+def at_each(array: Array, at: Array, new: Array, axis: int = 0) -> Array:
+    """Set the entries `at[i]` along an axis of `array[i]` to `new[i]`, for every slot i.
 
-    It maps over slots, since a mesh would gather `new` for every replica if slots were indexed.
+    Indices past the end are dropped. It maps over slots, since a mesh would gather `new` for every
+    replica if slots were indexed.
     """
-    per_slot = [axis for axis, part in enumerate(index) if not isinstance(part, slice)]
 
-    def set_row(row, new, *values):
-        row_index = list(index)
-        for axis, value in zip(per_slot, values, strict=True):
-            row_index[axis] = value
-        return row.at[tuple(row_index)].set(new, mode="drop")
+    def set_row(row: Array, at: Array, new: Array) -> Array:
+        return row.at[(slice(None),) * axis + (at,)].set(new, mode="drop")
 
-    return jax.vmap(set_row)(array, new, *(index[axis] for axis in per_slot))
+    return jax.vmap(set_row)(array, at, new)
 
 
 # --- slots -----------------------------------------------------------------------------------
@@ -123,11 +120,11 @@ def _write_slots(cache: KVCache, keys: Array, values: Array, at: Int[Array, "S"]
     )
 
     def scaled(scales, new):
-        return None if scales is None else at_each(scales, (slice(None), at), new)
+        return None if scales is None else at_each(scales, at, new, 1)
 
     if cache.time_last:
-        written_keys = at_each(cache.keys, (slice(None), slice(None), at), keys)
-        written_values = at_each(cache.values, (slice(None), at), values)
+        written_keys = at_each(cache.keys, at, keys, 2)
+        written_values = at_each(cache.values, at, values, 1)
     else:
         # XLA:TPU gives a scatter another layout than the products, and copies the cache twice;
         # slices of single slots are written in place.

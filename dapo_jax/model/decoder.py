@@ -123,11 +123,6 @@ class DecoderConfig:
         return self.shared_mlp + self.mlp * (self.experts_per_token if self.experts else 1)
 
     @property
-    def attention_layers(self) -> int:
-        """Number of layers with attention, not a state."""
-        return self.layers - sum(self.recurrent)
-
-    @property
     def is_recurrent(self) -> bool:
         """True for the decoder of one gated delta-net layer, as `of_layer` returns it."""
         return self.recurrent == (True,)

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 
-from dapo_jax.model.family import EXPERT_TENSORS, LAYER_TENSORS, Family, Windows
+from dapo_jax.model.family import EXPERT_TENSORS, LAYER_TENSORS, OUT_NORM_TENSORS, Family, Windows
 from dapo_jax.model.layers import GATE_LIMIT, GATE_SHARPNESS
 from dapo_jax.runtime import registry
 
@@ -68,7 +68,7 @@ SMOLLM3 = Family(
 )
 
 # OLMo 3: norms after attention and MLP only, and one norm over the queries of all heads.
-_NO_TENSORS = ("attention_norm/scale", "mlp_norm/scale")
+_IN_NORMS = ("attention_norm/scale", "mlp_norm/scale")
 
 OLMO3 = Family(
     model_type="olmo3",
@@ -77,11 +77,7 @@ OLMO3 = Family(
     biases=("attention_bias",),
     windows=Windows(by_layer=True, period=4),
     local_rope=True,
-    tensors={path: name for path, name in LAYER_TENSORS.items() if path not in _NO_TENSORS}
-    | {
-        "attention_out_norm/scale": "post_attention_layernorm.weight",
-        "mlp_out_norm/scale": "post_feedforward_layernorm.weight",
-    },
+    tensors={path: name for path, name in OUT_NORM_TENSORS.items() if path not in _IN_NORMS},
 )
 
 # Gemma 3, text only: norms around both halves of a layer, GeGLU, scaled embeddings.
@@ -108,12 +104,7 @@ GEMMA3 = Family(
     activation_field="hidden_activation",
     windows=Windows(by_layer=True, period=6),
     local_rope=True,
-    tensors=LAYER_TENSORS
-    | {
-        "attention_out_norm/scale": "post_attention_layernorm.weight",
-        "mlp_norm/scale": "pre_feedforward_layernorm.weight",
-        "mlp_out_norm/scale": "post_feedforward_layernorm.weight",
-    },
+    tensors=OUT_NORM_TENSORS,
 )
 
 # gpt-oss: attention sinks, and experts with biases and clipped gates.

@@ -23,6 +23,12 @@ LAYER_TENSORS = {
     **{f"{ours}/kernel": f"{name}.weight" for ours, name in _PROJECTIONS.items()},
     **{f"{ours}/bias": f"{name}.bias" for ours, name in _PROJECTIONS.items()},
 }
+# With norms of the outputs of attention and MLP too.
+OUT_NORM_TENSORS = LAYER_TENSORS | {
+    "attention_out_norm/scale": "post_attention_layernorm.weight",
+    "mlp_norm/scale": "pre_feedforward_layernorm.weight",
+    "mlp_out_norm/scale": "post_feedforward_layernorm.weight",
+}
 # Tensors of experts; {} is the expert's number. PEFT names adapters of experts like this.
 EXPERT_TENSORS = LAYER_TENSORS | {
     "moe/router/kernel": "mlp.gate.weight",

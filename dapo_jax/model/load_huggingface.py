@@ -83,7 +83,7 @@ def weight_files(folder: pathlib.Path, field: str) -> list[pathlib.Path]:
 
     It is what the index names, else `model.safetensors`, else all *.safetensors.
     """
-    paths = sorted(folder.glob("*.safetensors"))
+    paths = {path.name: path for path in sorted(folder.glob("*.safetensors"))}
     named = f"config.{field} = {str(folder)!r}"
     if not paths:
         others = [path.name for ending in OTHER_WEIGHTS for path in sorted(folder.glob(ending))]
@@ -93,19 +93,20 @@ def weight_files(folder: pathlib.Path, field: str) -> list[pathlib.Path]:
     weight_map = index.get("weight_map", {})
     if not isinstance(weight_map, dict):
         raise ConfigError(f"{named}: {INDEX}: weight_map must be an object", field)
-    if missing := sorted(set(map(str, weight_map.values())) - {path.name for path in paths}):
+    read = {*map(str, weight_map.values())} or {"model.safetensors"} & paths.keys()
+    read = read or {name for name in paths if not name.startswith(OTHER_MODELS)}
+    if missing := sorted(read - paths.keys()):
         many = f" and {len(missing) - 1:,} more" * (len(missing) > 1)
         raise ConfigError(f"{named}: lacks {missing[0]}{many}, which {INDEX} names", field)
-    read = set(map(str, weight_map.values())) or {"model.safetensors"} & {p.name for p in paths}
-    others = [p for p in paths if (p.name not in read if read else p.stem.startswith(OTHER_MODELS))]
-    for path in (paths := [path for path in paths if path not in others]):
+    for name in sorted(read):
         try:
-            check_regular(path)
+            check_regular(paths[name])
         except OSError as error:
-            raise ConfigError(f"config.{field}: {path} can't be read: {error}", field) from None
-    if others:
-        _report(f"{folder}: not read: {', '.join(path.name for path in others)}")
-    return paths
+            problem = f"{paths[name]} can't be read: {error}"
+            raise ConfigError(f"config.{field}: {problem}", field) from None
+    if others := sorted(paths.keys() - read):
+        _report(f"{folder}: not read: {', '.join(others)}")
+    return [paths[name] for name in sorted(read)]
 
 
 @dataclasses.dataclass(frozen=True)

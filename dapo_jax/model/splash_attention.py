@@ -60,14 +60,9 @@ def _largest_divisor(length: int, limit: int) -> int:
     return LANES * max(n for n in range(1, limit // LANES + 1) if lanes % n == 0)
 
 
-def block_tokens(row_tokens: int) -> int:
-    """Return the tokens of a block of queries or keys in rows of that length."""
-    return _largest_divisor(row_tokens, MAX_BLOCK)
-
-
 def _block_sizes(row_tokens: int) -> splash.BlockSizes:
     """Return block sizes with an unfused backward pass; a fused one needs 5 times the memory."""
-    block = block_tokens(row_tokens)
+    block = _largest_divisor(row_tokens, MAX_BLOCK)
     compute = _largest_divisor(block, MAX_COMPUTE_BLOCK)
     return splash.BlockSizes(
         block_q=block,
@@ -171,11 +166,13 @@ def splash_attention(
     mask = _Causal((length, length))
     if window is not None and window < length:
         mask = _Sliding((length, length), window)
+    sizes = _block_sizes(local)
+    block = sizes.block_q
     kernel = splash.make_splash_mha(
         splash.MultiHeadMask([mask] * heads),
         head_shards=1,
         q_seq_shards=length // local,
-        block_sizes=_block_sizes(local),
+        block_sizes=sizes,
         residual_checkpoint_name=ATTENTION_RESIDUALS,
         interpret=interpret,
     )
@@ -188,7 +185,6 @@ def splash_attention(
             return jax.lax.dynamic_slice_in_dim(leaf, first // local * size, size, axis)
 
         kernel = jax.tree.map(cut_queries, kernel)
-    block = block_tokens(local)
 
     def attend_row(queries: Array, keys: Array, values: Array, ids: RowIds) -> Array:
         shares = _may_see(ids, block)

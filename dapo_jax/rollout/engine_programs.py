@@ -190,7 +190,7 @@ class EnginePrograms:
         config = self._shape.config
         if not (config.experts or config.int8_products):  # other policies need no mesh
             return contextlib.nullcontext()
-        return sharding.activate_traced(self._mesh, sharding.DECODING)
+        return sharding.activate(self._mesh, sharding.DECODING, is_traced=True)
 
     def _prefill(
         self, params: Any, tokens: Array, lengths: Array, keys: Array, sampled: Array
@@ -272,10 +272,10 @@ class EnginePrograms:
         texts = state.texts
         if texts is not None:
             at_text = jnp.where(counts, context.positions + 1, self._shape.cache_tokens)
-            texts = texts.replace(tokens=at_each(texts.tokens, (at_text,), tokens))
+            texts = texts.replace(tokens=at_each(texts.tokens, at_text, tokens))
         if routes is not None and state.routes is not None:
             place = jnp.where(counts, context.positions, state.routes.shape[1])
-            routes = at_each(state.routes, (place,), routes)
+            routes = at_each(state.routes, place, routes)
         generated, kept = state.generated + step, state.supports
         return state.replace(
             caches=caches,
@@ -285,9 +285,9 @@ class EnginePrograms:
             length=state.length + step,
             generated=generated,
             active=state.active & ~(ended & counts).any(axis=1) & (generated < limit),
-            tokens=at_each(state.tokens, (at,), tokens),
-            logprobs=at_each(state.logprobs, (at,), logprobs),
-            supports=None if kept is None else at_each(kept, (at,), supports),
+            tokens=at_each(state.tokens, at, tokens),
+            logprobs=at_each(state.logprobs, at, logprobs),
+            supports=None if kept is None else at_each(kept, at, supports),
         )
 
 

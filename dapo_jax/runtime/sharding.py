@@ -25,6 +25,9 @@ from jaxtyping import Array
 from dapo_jax.types.errors import require
 
 AXES = ("data", "fsdp", "expert", "context", "decode_tensor", "tensor")
+unbox = nn.unbox  # removes the logical axis names from a tree
+# Returns the leaves of nested dictionaries by path, as in `layers/query/kernel`.
+flatten = functools.partial(traverse_util.flatten_dict, sep="/")
 
 # logical name: (mesh axes in training, mesh axes in decoding)
 RULES = {
@@ -250,27 +253,12 @@ def to_host(tree: Any) -> Any:
     return jax.tree.map(copy, tree)
 
 
-def unbox(tree: Any) -> Any:
-    """Remove the logical axis names from a tree."""
-    return nn.unbox(tree)
-
-
-def flatten(tree: Any) -> dict[str, Any]:
-    """Return the leaves of nested dictionaries by path, as in `layers/query/kernel`."""
-    return traverse_util.flatten_dict(tree, sep="/")
-
-
 @contextlib.contextmanager
-def activate(mesh: Mesh, column: int = TRAINING) -> Iterator[None]:
-    """Set the mesh and the rules for logical constraints inside the context."""
-    with jax.set_mesh(mesh), nn.logical_axis_rules(rules(column)):
-        yield
-
-
-@contextlib.contextmanager
-def activate_traced(mesh: Mesh, column: int) -> Iterator[None]:
-    """Activate the rules of `activate` inside code that is already traced."""
-    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh), nn.logical_axis_rules(rules(column)):
+def activate(mesh: Mesh, column: int = TRAINING, *, is_traced: bool = False) -> Iterator[None]:
+    """Set the mesh and the rules for logical constraints, inside code `is_traced` too."""
+    abstract = mesh.abstract_mesh
+    context = jax.sharding.use_abstract_mesh(abstract) if is_traced else jax.set_mesh(mesh)
+    with context, nn.logical_axis_rules(rules(column)):
         yield
 
 

@@ -6,7 +6,7 @@ The variant with experts beside each MLP (26B-A4B) is not supported.
 import dataclasses
 from typing import Any
 
-from dapo_jax.model.family import LAYER_TENSORS, Family, Windows, same_value
+from dapo_jax.model.family import OUT_NORM_TENSORS, Family, Windows, same_value
 
 _FULL, _PERIOD, _MAX_LAYERS = "full_attention", 6, 2**10
 _ROPE = {
@@ -94,11 +94,8 @@ GEMMA4 = Family(
     activation_field="hidden_activation",
     windows=Windows(default=512, by_layer=True, period=_PERIOD),
     local_rope=True,
-    tensors=LAYER_TENSORS
+    tensors=OUT_NORM_TENSORS
     | {
-        "attention_out_norm/scale": "post_attention_layernorm.weight",
-        "mlp_norm/scale": "pre_feedforward_layernorm.weight",
-        "mlp_out_norm/scale": "post_feedforward_layernorm.weight",
         "input_gate/kernel": "per_layer_input_gate.weight",
         "input_out/kernel": "per_layer_projection.weight",
         "input_out_norm/scale": "post_per_layer_input_norm.weight",
