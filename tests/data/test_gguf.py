@@ -125,31 +125,11 @@ def test_a_tokenizer_survives_the_round_trip(kind, tmp_path):
     assert after.chat.render([{"role": "user", "content": "hi"}]) == "hi"
 
 
-def rewrite(path: pathlib.Path, place: pathlib.Path, tokens=(), **options) -> pathlib.Path:
-    """Write a GGUF file again, with more tokens or in several parts."""
-    reader = gguf.GGUFReader(path)
-    fields = {name: (f.contents(), f.types) for name, f in reader.fields.items()}
-    fields = {name: field for name, field in fields.items() if not name.startswith("GGUF.")}
-    writer = gguf.GGUFWriter(place, fields.pop("general.architecture")[0], **options)
-    for name, (value, types) in fields.items():
-        more = {"tokenizer.ggml.tokens": [*tokens], "tokenizer.ggml.token_type": [1] * len(tokens)}
-        value = [*value, *more[name]] if name in more else value
-        writer.add_key_value(name, value, types[0], types[1] if len(types) > 1 else None)
-    for tensor in reader.tensors:
-        array = np.array(tensor.data)
-        writer.add_tensor(tensor.name, array, raw_dtype=tensor.tensor_type)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return place
-
-
-def test_ends_are_known_by_their_names_too(gguf_content, tmp_path):
+def test_ends_are_known_by_their_names_too(tmp_path):
     """As in llama.cpp: a file names `<eos>` by key, and not the ends of turns."""
-    (tmp_path / "old.gguf").write_bytes(gguf_content)
     ends = ["</s>", "<|im_end|>", "<end_of_turn>", "<|eom_id|>", "<|file_sep|>"]
-    path = rewrite(tmp_path / "old.gguf", tmp_path / "new.gguf", ["<start_of_turn>", *ends])
+    folder, path = make_folder(tmp_path / "old", "llama3"), tmp_path / "new.gguf"
+    gguf_writer.write(folder, path, "f16", more=["<start_of_turn>", *ends])
     gguf_files.convert(path, tmp_path / "hf")
     tokenizer = ModelTokenizer.from_folder(tmp_path / "hf")
     size = tokenizer.backend.get_vocab_size()
@@ -161,9 +141,9 @@ def test_ends_are_known_by_their_names_too(gguf_content, tmp_path):
 def test_all_parts_of_a_split_file_are_read(gguf_content, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     (tmp_path / "model.gguf").write_bytes(gguf_content)
-    place = tmp_path / "parts"
+    place, folder = tmp_path / "parts", make_folder(tmp_path / "hf", "llama3")
     place.mkdir()
-    rewrite(tmp_path / "model.gguf", place / "m[1].gguf", split_max_tensors=8)
+    gguf_writer.write(folder, place / "m[1].gguf", "f16", split_max_tensors=8)
     parts = sorted(place.iterdir())
     assert parts[0].name == f"m[1]-00001-of-0000{len(parts)}.gguf" and len(parts) > 1
     whole = load_all(model_path(tmp_path / "model.gguf"))

@@ -42,42 +42,20 @@ DOCUMENTED = cudnn.MaskType.PADDING_CAUSAL
 ROWS, LENGTH, HEADS, KV_HEADS, WIDTH = 4, 384, 4, 2, 16
 
 
-def segment_and_place(offsets, lengths, tokens: int):
-    """Return each token's segment (-1: none) and its place in it; -1 marks missing segments."""
-    starts, lengths = offsets[:, :-1, None], lengths[:, :, None]
-    place = jnp.arange(tokens) - starts
-    inside = (starts >= 0) & (place >= 0) & (place < lengths)
-    number = jnp.arange(lengths.shape[1])[:, None]
-    return (inside * (number + 1)).sum(axis=1) - 1, (inside * place).sum(axis=1)
-
-
-def reference(
-    queries,
-    keys,
-    values,
-    *,
-    q_seqlen,
-    kv_seqlen,
-    q_offsets,
-    kv_offsets,
-    scale,
-    mask_type,
-    sliding_window_length,
-):
-    """Return the output; NaN for tokens outside of segments, which the kernel doesn't write."""
+def reference(queries, keys, values, *, q_seqlen, q_offsets, scale, mask_type, **options):
+    """Return plain attention in segments; NaN outside of them, which the kernel doesn't write."""
     assert mask_type == DOCUMENTED and q_offsets.shape[1] == q_seqlen.shape[1] + 1
-    assert all(a.dtype == jnp.int32 for a in (q_seqlen, kv_seqlen, q_offsets, kv_offsets))
-    segment, place = segment_and_place(q_offsets, q_seqlen, queries.shape[1])
-    key_segment, key_place = segment_and_place(kv_offsets, kv_seqlen, keys.shape[1])
-    distance = place[:, :, None] - key_place[:, None, :]
-    seen = (segment[:, :, None] == key_segment[:, None, :]) & (distance >= 0)
-    if sliding_window_length is not None:
-        seen &= distance < sliding_window_length
-    keys, values = (jnp.repeat(x, queries.shape[2] // x.shape[2], axis=2) for x in (keys, values))
-    scores = jnp.einsum("bqhe,bkhe->bhqk", queries, keys).astype(jnp.float32) * scale
-    weights = jax.nn.softmax(jnp.where(seen[:, None], scores, -1e30))
-    mixed = jnp.einsum("bhqk,bkhe->bqhe", weights.astype(values.dtype), values)
-    return jnp.where((segment >= 0)[:, :, None, None], mixed, jnp.nan)
+    assert q_offsets.dtype == q_seqlen.dtype == jnp.int32 and scale == queries.shape[-1] ** -0.5
+    window = options.pop("sliding_window_length")
+    assert options["kv_seqlen"] is q_seqlen and options["kv_offsets"] is q_offsets
+    starts, lengths = q_offsets[:, :-1, None], q_seqlen[:, :, None]
+    place = jnp.arange(queries.shape[1]) - starts
+    inside = (starts >= 0) & (place >= 0) & (place < lengths)
+    segment = (inside * jnp.arange(1, lengths.shape[1] + 1)[:, None]).sum(axis=1)
+    context = training_attention.Context(segment, segment)
+    options = training_attention.AttentionOptions(window and Window(window))
+    mixed, _ = training_attention.attend_plain(queries, keys, values, context, None, options)
+    return jnp.where((segment > 0)[:, :, None, None], mixed, jnp.nan)
 
 
 @pytest.fixture

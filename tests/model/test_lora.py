@@ -49,13 +49,13 @@ def sample(sampler, params) -> dict[int, list[list[int]]]:
     return samplers.tokens_of(samplers.sample(sampler, params, PROMPTS, 4))
 
 
-def make_lora_learner(folder, mesh):
-    score, frozen = PolicySettings(algorithms.dapo(), Compute()), load_frozen(folder, DECODER, mesh)
-    return policy_learner(score, Optimizer(learning_rate=1e-3), DECODER, mesh, frozen)
+def frozen_learner(config, folder, mesh, **optimizer):
+    score, frozen = PolicySettings(algorithms.dapo(), Compute()), load_frozen(folder, config, mesh)
+    return policy_learner(score, Optimizer(learning_rate=1e-3, **optimizer), config, mesh, frozen)
 
 
 def test_fresh_adapters_change_no_log_prob(tiny_folder, tiny_params, one_device):
-    learner, (batch, used) = make_lora_learner(tiny_folder, one_device), make_batch()
+    learner, (batch, used) = frozen_learner(DECODER, tiny_folder, one_device), make_batch()
     actual = learner.score(
         fresh_adapters(DECODER, one_device, 0), batch.scored.rollouts, used
     ).values
@@ -216,16 +216,11 @@ def split(params):
     }
 
 
-def make_half_learner(folder, mesh):
-    score, frozen = PolicySettings(algorithms.dapo(), Compute()), load_frozen(folder, HALF, mesh)
-    settings = Optimizer(learning_rate=1e-3, weight_decay=0.5)
-    return policy_learner(score, settings, HALF, mesh, frozen)
-
-
 def test_the_gradient_is_the_unfrozen_ones_without_the_frozen_layers(
     tiny_params, tiny_folder, one_device
 ):
-    whole, half = make_learner(one_device), make_half_learner(tiny_folder, one_device)
+    whole = make_learner(one_device)
+    half = frozen_learner(HALF, tiny_folder, one_device, weight_decay=0.5)
     batch, used = make_batch()
     expected = split(whole.loss_and_gradient(place(tiny_params, whole), batch, used)[1])
     expected.pop("frozen_layers")

@@ -18,43 +18,42 @@ from dapo_jax.model.decoder import Decoder, abstract_params
 from dapo_jax.runtime import sharding
 from dapo_jax.runtime.sharding import make_mesh
 
-CASES = {  # config, sizes of the mesh, and what makes the parameters
-    "blocked, length cut": (TINY, {"fsdp": 2, "tensor": 2, "context": 2}, random_params),
-    "windows, length cut": (GEMMA, {"fsdp": 2, "tensor": 1, "context": 4}, random_params),
-    "experts, length cut": (
-        MOE,
-        {"fsdp": 2, "tensor": 1, "context": 2, "expert": 2},
-        random_params,
-    ),
-    "experts": (MOE, {"fsdp": 2, "tensor": 1, "expert": 2, "decode_tensor": 2}, random_params),
-    "experts with biases": (GPT_OSS, {"fsdp": 1, "tensor": 2, "expert": 4}, random_params),
-    "delta net": (DELTA, {"fsdp": 4, "tensor": 2}, test_delta_net.random_params),
-    "delta net, heads cut": (
-        DELTA,
-        {"fsdp": 2, "tensor": 2, "decode_tensor": 2},
-        test_delta_net.random_params,
-    ),
-    "mixed layers": (GEMMA_4, {"fsdp": 4, "tensor": 2}, lambda _: test_mixed_layers.make_params()),
+
+def recomputed(config):
+    return dataclasses.replace(config, attention="blocked", remat="full")
+
+
+MAKE_PARAMS = {  # by family
+    DELTA.family: test_delta_net.random_params,
+    GEMMA_4.family: lambda _: test_mixed_layers.make_params(),
+}
+CASES = {  # config, sizes of fsdp and tensor, and of other axes
+    "blocked, length cut": (recomputed(TINY), (2, 2), {"context": 2}),
+    "windows, length cut": (recomputed(GEMMA), (2, 1), {"context": 4}),
+    "experts, length cut": (recomputed(MOE), (2, 1), {"context": 2, "expert": 2}),
+    "experts": (MOE, (2, 1), {"expert": 2, "decode_tensor": 2}),
+    "experts with biases": (GPT_OSS, (1, 2), {"expert": 4}),
+    "delta net": (recomputed(DELTA), (4, 2), {}),
+    "delta net, heads cut": (recomputed(DELTA), (2, 2), {"decode_tensor": 2}),
+    "mixed layers": (recomputed(GEMMA_4), (4, 2), {}),
 }
 IN_CI = ("experts with biases",)  # each bias is added once
 
 
 @pytest.mark.parametrize(
-    ("config", "sizes", "make_params"),
+    ("config", "sizes", "cut"),
     [
         pytest.param(*case, id=name, marks=[pytest.mark.slow] * (name not in IN_CI))
         for name, case in CASES.items()
     ],
 )
-def test_gradients_on_a_mesh_equal_those_on_one_device(
-    config, sizes, make_params, one_device, monkeypatch
-):
-    """Rows are packed; layers are recomputed in the backward pass."""
+def test_gradients_on_a_mesh_equal_those_on_one_device(config, sizes, cut, one_device, monkeypatch):
     monkeypatch.setattr(blockwise_attention, "BLOCK", 4)
     tokens = jax.random.randint(jax.random.key(1), (8, 16), 2, 32)
     segments = jnp.repeat(jnp.array([[1] * 9 + [2] * 5 + [0] * 2]), 8, axis=0)
     places = jnp.broadcast_to(jnp.arange(16), (8, 16))
-    params = make_params(config)
+    plain = dataclasses.replace(config, attention="plain", remat="none")
+    params = MAKE_PARAMS.get(config.family, random_params)(plain)
 
     def gradient(config, mesh):
         def loss(params):
@@ -69,5 +68,4 @@ def test_gradients_on_a_mesh_equal_those_on_one_device(
         with sharding.activate(mesh):
             return jax.jit(jax.grad(loss))(placed)
 
-    remat = dataclasses.replace(config, attention="blocked", remat="full")
-    assert_close(gradient(remat, make_mesh(1, **sizes)), gradient(config, one_device), 2e-5)
+    assert_close(gradient(config, make_mesh(1, *sizes, **cut)), gradient(plain, one_device), 2e-5)

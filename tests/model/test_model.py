@@ -1,4 +1,4 @@
-"""Decoder, log-probs, and rotations of long contexts."""
+"""Decoder and log-probs; test_families.py has the rotations of transformers."""
 
 import math
 from types import SimpleNamespace
@@ -11,7 +11,7 @@ from conftest import TINY
 
 from dapo_jax.model import decoder
 from dapo_jax.model.lm_head import Scale, head_logprobs
-from dapo_jax.model.rotary import RopeScaling, query_growth, rope_frequencies
+from dapo_jax.model.rotary import RopeScaling, query_growth
 from dapo_jax.model.training_attention import choose
 from dapo_jax.rollout.sampling import sample_tokens
 from dapo_jax.types.structs import SamplingRule
@@ -66,37 +66,6 @@ def test_large_logits_keep_their_precision_and_equal_the_samplers(shift):
         np.testing.assert_allclose(logprobs, expected, atol=1e-6)
         np.testing.assert_allclose(logprobs.ravel(), sampled, atol=1e-6)
         np.testing.assert_allclose(entropy, -(np.exp(exact) * exact).sum(axis=-1), atol=1e-6)
-
-
-# --- rotations -----------------------------------------------------------------------------------
-
-
-def yarn_loop(theta, head_dim, factor, slow, fast, original, truncate=True):
-    """Section 3.2 of arXiv 2309.00071: a ramp between the frequencies that turn so often."""
-
-    def number(turns):
-        return head_dim * math.log(original / (2 * math.pi * turns)) / (2 * math.log(theta))
-
-    low, high = number(fast), number(slow)
-    if truncate:
-        low, high = math.floor(low), math.ceil(high)
-    frequencies = []
-    for i in range(head_dim // 2):
-        frequency = theta ** (-2 * i / head_dim)
-        ramp = min(max((i - max(low, 0)) / (min(high, head_dim - 1) - max(low, 0)), 0), 1)
-        frequencies.append(frequency * (1 - ramp) + frequency / factor * ramp)
-    return frequencies
-
-
-@pytest.mark.parametrize("truncate", [True, False])
-@pytest.mark.parametrize("case", [(1e6, 128, 4.0, 1.0, 32.0, 32_768), (1e2, 16, 3.0, 0.5, 8.0, 64)])
-def test_yarn_slows_long_wavelengths_and_keeps_short_ones(case, truncate):
-    theta, head_dim, factor, slow, fast, original = case
-    scaling = RopeScaling(factor, slow, fast, original, "yarn", truncate=truncate)
-    actual, plain = (rope_frequencies(theta, head_dim, s) for s in (scaling, None))
-    assert actual.dtype == np.float32
-    np.testing.assert_allclose(actual, yarn_loop(*case, truncate), rtol=1e-5)
-    assert actual[0] == plain[0] and np.isclose(actual[-1], plain[-1] / factor)
 
 
 def test_queries_grow_by_the_logarithm_of_whole_contexts():

@@ -2,7 +2,7 @@
 
 import json
 import pathlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import gguf
@@ -97,7 +97,7 @@ def _file_tensors(
 
 
 def _write_tokenizer(
-    writer: Any, folder: pathlib.Path, config: dict[str, Any], splits: str
+    writer: Any, folder: pathlib.Path, config: dict[str, Any], splits: str, more: Sequence[str]
 ) -> None:
     tokenizer = json.loads((folder / "tokenizer.json").read_text())
     model = tokenizer["model"]
@@ -105,6 +105,7 @@ def _write_tokenizer(
     for entry in tokenizer["added_tokens"]:
         known[entry["id"]] = entry["content"], CONTROL if entry["special"] else USER_DEFINED
     padded = [known.get(index, (f"[PAD{index}]", UNUSED)) for index in range(config["vocab_size"])]
+    padded += [(token, NORMAL) for token in more]
     tokens, types = map(list, zip(*padded, strict=True))
     if splits == "spm":
         # A token's score is the rank of its first merge.
@@ -130,21 +131,27 @@ def _write_tokenizer(
     writer.add_chat_template(settings["chat_template"])
 
 
-def write(folder: pathlib.Path, path: pathlib.Path, dtype: str, splits: str = "smollm") -> None:
+def write(
+    folder: pathlib.Path,
+    path: pathlib.Path,
+    dtype: str,
+    splits: str = "smollm",
+    more: Sequence[str] = (),
+    **options: Any,
+) -> None:
     """Write a Hugging Face folder as a GGUF file with matrices of `dtype`; vectors are float32.
 
     `splits` is a key of `gguf_files.SPLITS`, or 'spm' for a tokenizer of SentencePiece's merges.
+    `more` tokens are added, and `options` are those of the package's writer.
     """
     config = _load_config(folder)
-    writer = gguf.GGUFWriter(path, ARCHITECTURES[config["model_type"]])
+    writer = gguf.GGUFWriter(path, ARCHITECTURES[config["model_type"]], **options)
     writer.add_name(path.stem)
     _write_config(writer, config)
-    _write_tokenizer(writer, folder, config, splits)
+    _write_tokenizer(writer, folder, config, splits, more)
     for name, array, kind in _file_tensors(config, folder, dtype):
-        writer.add_tensor_info(name, array.shape, array.dtype, array.nbytes, kind)
+        writer.add_tensor(name, array, raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
-    writer.write_ti_data_to_file()
-    for _, array, _ in _file_tensors(config, folder, dtype):  # again, to hold only one of them
-        writer.write_tensor_data(array)
+    writer.write_tensors_to_file()
     writer.close()
