@@ -30,55 +30,38 @@ from dapo_jax.types.errors import ConfigError
 
 FOLDER = pathlib.Path(__file__).parents[1] / "fixtures/models"
 MODELS = sorted(FOLDER.iterdir())
-each_model = pytest.mark.parametrize("folder", MODELS, ids=lambda path: path.name)
-
-# Between them they have biases, norms around blocks, experts, shards and types.
-WRITTEN = "gemma4 llama3_tied_float16 qwen2_bfloat16_sharded qwen3_moe".split()
-
-
+NAMES = {path.name for path in MODELS}
 # Their families are there without them.
-ALIKE = "llama3_tied_float16 qwen2_bfloat16_sharded qwen3_tied_bias".split()
+ALIKE = {"llama3_tied_float16", "qwen2_bfloat16_sharded", "qwen3_tied_bias"}
+# Between them they have biases, norms around blocks, experts, shards and types.
+WRITTEN = {"gemma4", "llama3_tied_float16", "qwen2_bfloat16_sharded", "qwen3_moe"}
+
+
+def each_model(in_ci=NAMES):
+    """Parametrise a test by all models; those that are not in CI are slow."""
+    rows = [(path, [pytest.mark.slow] * (path.name not in in_ci)) for path in MODELS]
+    params = [pytest.param(path, id=path.name, marks=marks) for path, marks in rows]
+    return pytest.mark.parametrize("folder", params)
 
 
 def read_json(path):
     return json.loads(path.read_text())
 
 
-@pytest.mark.parametrize(
-    "folder",
-    [
-        pytest.param(path, id=path.name, marks=[pytest.mark.slow] * (path.name in ALIKE))
-        for path in MODELS
-    ],
-)
+@each_model(in_ci=NAMES - ALIKE)
 def test_logits_of_a_ragged_batch_are_those_of_transformers(folder, one_device):
     logits, used = packed_logits(folder, one_device)
     with np.load(folder / "expected.npz") as expected:
         np.testing.assert_allclose(logits[used], expected["logits"][used], rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "qwen2_tied",
-        *(
-            pytest.param(name, marks=pytest.mark.slow)
-            for name in ("gpt_oss", "qwen3", "llama3", "olmo3", "smollm3", "qwen3_5")
-        ),
-    ],
-)
-def test_greedy_generation_is_that_of_transformers(name, one_device):
-    actual, expected = greedy_tokens(FOLDER / name, one_device)
+@each_model(in_ci={"qwen2_tied"})
+def test_greedy_generation_is_that_of_transformers(folder, one_device):
+    actual, expected = greedy_tokens(folder, one_device)
     assert actual == expected
 
 
-@pytest.mark.parametrize(
-    "folder",
-    [
-        pytest.param(path, id=path.name, marks=[pytest.mark.slow] * (path.name not in WRITTEN))
-        for path in MODELS
-    ],
-)
+@each_model(in_ci=WRITTEN)
 def test_a_folder_read_onto_eight_devices_is_written_back_bit_for_bit(
     folder, eight_devices, tmp_path, monkeypatch
 ):
@@ -97,7 +80,7 @@ def test_a_folder_read_onto_eight_devices_is_written_back_bit_for_bit(
         assert read_json(tmp_path / "out" / name) == read_json(folder / name)
 
 
-@each_model
+@each_model()
 def test_config_json_describes_the_same_decoder_when_made_from_nothing(folder):
     config = load_huggingface.read_config(folder)
     made = decoder_to_json(config)

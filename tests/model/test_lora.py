@@ -39,12 +39,6 @@ DECODER = choose_trained(TINY, 0.0, LORA)
 PROMPTS = [make_prompt(i, [2 + i, 7, 9]) for i in range(3)]
 
 
-def make_sampler(config, mesh, frozen=None) -> Scheduler:
-    sizes = {"burst": 4, "response": 24, "width": 4, "first_window_tokens": 16}
-    engine = samplers.make_engine(mesh, config=config, frozen=frozen, **sizes)
-    return Scheduler(engine, samplers.TOKENIZER, seed=0)
-
-
 def sample(sampler, params) -> dict[int, list[list[int]]]:
     return samplers.tokens_of(samplers.sample(sampler, params, PROMPTS, 4))
 
@@ -115,7 +109,9 @@ def test_a_run_resumes_bit_for_bit_and_its_export_is_merged_and_gives_the_same_t
     decoder = load_huggingface.read_config(out)
     assert decoder == TINY
     params = load_huggingface.load_params(out, decoder, one_device)
-    sampler = make_sampler(TINY, one_device)
+    sizes = {"burst": 4, "response": 24, "width": 4, "first_window_tokens": 16}
+    engine = samplers.make_engine(one_device, **sizes)
+    sampler = Scheduler(engine, samplers.TOKENIZER, seed=0)
     with open_run(config) as resumed:
         assert resumed.state.step == 2
         assert equal(jax.device_get(resumed.state.learners.policy), state)

@@ -201,15 +201,6 @@ def base():
     return flatten_dict(unbox(params), sep="/")
 
 
-def export_merged(base, adapters, decoder, plain, folder, mesh):
-    """Return the parameters of the folder with merged adapters, by path."""
-    save_huggingface.save_folder(folder / "base", unflatten_dict(base, sep="/"), plain, (1,))
-    layers = policy_layers(adapters, adapters.__getitem__, decoder, str(folder / "base"))
-    (folder / "merged").mkdir()
-    save_huggingface.save_weights(folder / "merged", layers, decoder)
-    return flatten_dict(load_params(folder / "merged", plain, mesh), sep="/")
-
-
 def states(flat, config, rows=ROWS):
     return jax.jit(lambda p: hidden_states(p, config, Rows(*rows))[0])(
         unflatten_dict(flat, sep="/")
@@ -224,7 +215,11 @@ def test_adapters_of_experts_compute_what_merged_experts_do(config, base, tmp_pa
         base = flatten_dict(random_params(), sep="/")
     decoder = choose_trained(config, 0.0, Lora(rank=2, alpha=3.0, targets="out,gate,up,down"))
     adapters = random_adapters(decoder)
-    merged = export_merged(base, adapters, decoder, config, tmp_path, one_device)
+    save_huggingface.save_folder(tmp_path / "base", unflatten_dict(base, sep="/"), config, (1,))
+    layers = policy_layers(adapters, adapters.__getitem__, decoder, str(tmp_path / "base"))
+    (tmp_path / "merged").mkdir()
+    save_huggingface.save_weights(tmp_path / "merged", layers, decoder)
+    merged = flatten_dict(load_params(tmp_path / "merged", config, one_device), sep="/")
     adapted = states(base | adapters, decoder)
     np.testing.assert_allclose(adapted, states(merged, config), atol=1e-4)
     assert np.abs(adapted - states(base, config)).max() > 0.1

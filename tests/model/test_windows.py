@@ -6,7 +6,6 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 from conftest import TINY
 from flax.traverse_util import flatten_dict, unflatten_dict
 from named_meshes import named_mesh
@@ -126,11 +125,6 @@ def random_params(config=GPT_OSS):
     return unflatten_dict(flat, sep="/")
 
 
-@pytest.fixture(scope="module")
-def params():
-    return random_params()
-
-
 def by_definition(queries, keys, values, context, cache, options):
     """Return attention head by head, with a sink as one more column of scores."""
     heads, ids = [], context.segment_ids
@@ -151,8 +145,8 @@ def test_sinks_and_their_gradients_are_those_of_one_more_column():
     assert_equal(results("plain", arrays, ids, sinks=SINKS), expected)
 
 
-def test_slots_pages_and_scores_equal_training_of_sinks(params, one_device):
-    assert_decoding_equals_training(params, GPT_OSS, one_device)
+def test_slots_pages_and_scores_equal_training_of_sinks(one_device):
+    assert_decoding_equals_training(random_params(), GPT_OSS, one_device)
 
 
 def test_no_kernel_without_sinks_reads_the_pages():

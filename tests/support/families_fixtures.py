@@ -5,14 +5,12 @@ import jax.numpy as jnp
 import numpy as np
 from conftest import make_prompt
 from safetensors import safe_open
-from samplers import GREEDY, sample
+from samplers import GREEDY, make_engine, sample
 
-from dapo_jax.config.experiment import Sampler
 from dapo_jax.data.prompts.tokenizer import Tokenizer, arithmetic_tokenizer
 from dapo_jax.model import load_huggingface, save_huggingface
 from dapo_jax.model.decoder import Decoder, head_kernel
 from dapo_jax.model.lm_head import Scale
-from dapo_jax.rollout.engine import PolicyEngine
 from dapo_jax.rollout.scheduler import Scheduler
 
 
@@ -54,12 +52,9 @@ def greedy_tokens(folder, mesh):
     with np.load(folder / "expected.npz") as expected:
         tokens, lengths, greedy = (expected[name] for name in ("tokens", "lengths", "greedy"))
     tokenizer = Tokenizer(arithmetic_tokenizer().backend, end_ids=(config.vocab,), pad_id=0)
-    sizes = {"slots": 4, "burst_tokens": 4, "first_window_tokens": 16}
-    settings = Sampler(**sizes, max_response_tokens=greedy.shape[1])
-    longest = int(lengths.max())
-    engine = PolicyEngine(
-        config, mesh, settings, max_prompt_tokens=longest, end_ids=tokenizer.end_ids
-    )
+    sizes = {"burst": 4, "response": greedy.shape[1], "prompt": int(lengths.max()), "width": 1}
+    sizes |= {"first_window_tokens": 16}
+    engine = make_engine(mesh, config=config, tokenizer=tokenizer, **sizes)
     sampler = Scheduler(engine, tokenizer, seed=0)
     params = load_huggingface.load_params(folder, config, mesh)
     rows = enumerate(zip(tokens, lengths, strict=True))
