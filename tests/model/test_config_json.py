@@ -21,6 +21,8 @@ BASE = {
     "num_key_value_heads": 4,
 }
 QWEN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32_768}
+LLAMA = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LLAMA |= {"original_max_position_embeddings": 8192}
 
 
 def parse(values):
@@ -37,7 +39,7 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 
 
 @pytest.mark.parametrize(("kind", "values", "expected"), read_table(__file__, "layers"))
-def test_layers_slide_rotate_and_recur_as_in_transformers(kind, values, expected):
+def test_fields_and_layers_are_those_of_transformers(kind, values, expected):
     """A list of layers takes precedence over the number that it usually follows from."""
     config = parse(values | {"model_type": kind})
     assert {name: getattr(config, name) for name in expected} == expected
@@ -62,28 +64,6 @@ def test_only_full_layers_of_olmo_scale_their_rotations():
     assert config.norm_eps == 1e-5
 
 
-def test_older_names_of_settings_give_the_same_decoder():
-    """Llama 3.1's own config.json, and that of Qwen3 without the width of a head."""
-    shape = {"hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8}
-    shape["rope_theta"] = 500_000.0
-    scaling = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
-    scaling["original_max_position_embeddings"] = 8192
-    old = shape | {"model_type": "llama", "rope_scaling": scaling | {"rope_type": "llama3"}}
-    llama = parse(old)
-    assert llama.rope_scaling == RopeScaling(8.0, 1.0, 4.0, 8192) and llama.rope_theta == 5e5
-    assert not (llama.qkv_bias or llama.out_bias or llama.qk_norm or llama.tie_embeddings)
-    parameters = scaling | {"rope_type": "llama3", "rope_theta": 500000.0}
-    new = shape | {"model_type": "llama", "rope_parameters": parameters}
-    new.pop("rope_theta")
-    assert parse(new) == llama
-    qwen3 = parse(shape | {"model_type": "qwen3"})
-    for kind, heads in {"llama": 32, "qwen3": 32, "mistral": 8}.items():  # null: one per query head
-        some = {"model_type": kind, "hidden_size": 4096, "num_attention_heads": 32}
-        assert decoder_from_json(some, "f", "model.folder").kv_heads == heads
-        assert parse(some | {"num_key_value_heads": None}).kv_heads == 32
-    assert qwen3.head_dim == 128 and qwen3.qk_norm and not qwen3.qkv_bias
-
-
 @pytest.mark.parametrize(("several", "one"), read_table(__file__, "as one"))
 def test_fields_that_complete_each_other_are_read_together(several, one):
     """What two fields say together and one alone, as `transformers` 5.24 merges them."""
@@ -93,6 +73,7 @@ def test_fields_that_complete_each_other_are_read_together(several, one):
 @pytest.mark.parametrize("kind", family_names())
 def test_a_config_that_only_names_its_class_has_the_defaults_of_the_class(kind):
     config = decoder_from_json({"model_type": kind}, "folder", "model.folder")
+    assert config.kv_heads == {"llama": 32, "qwen3": 32, "mistral": 8}.get(kind, config.kv_heads)
     assert decoder_from_json(decoder_to_json(config), "folder", "model.folder") == config
 
 
@@ -122,6 +103,7 @@ def test_a_nested_config_may_leave_out_what_its_class_defaults():
         ),
         ({"type": "yarn", "factor": 0.5}, RopeScaling(0.5, 1.0, 32.0, 32_768, "yarn", 1.0)),
         ({"rope_type": "linear", "factor": 2}, RopeScaling(2.0, kind="linear")),
+        (LLAMA, RopeScaling(8.0, 1.0, 4.0, 8192)),
     ],
 )
 def test_scaling_of_rotations_is_read(rope, expected):
