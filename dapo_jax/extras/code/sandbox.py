@@ -35,24 +35,20 @@ NOBODY = "65534"
 STREAMS = ("stdin", "stdout", "stderr")
 INSTALL = "apt-get install bubblewrap"
 
-# Rejected system calls, as (x86-64, AArch64); -1: no such call. From asm/unistd.h of Linux 6.12.
-_FORKS = ((57, -1), (58, -1))  # fork, vfork
-_REJECTED = (
-    # unshare setns mount umount2 pivot_root chroot ptrace process_vm_readv process_vm_writev
-    *((272, 97), (308, 268), (165, 40), (166, 39), (155, 41), (161, 51), (101, 117), (310, 270)),
-    # process_vm_writev add_key request_key keyctl bpf perf_event_open userfaultfd kcmp
-    *((311, 271), (248, 217), (249, 218), (250, 219), (321, 280), (298, 241), (323, 282)),
-    # kcmp memfd_create shmget msgget mq_open
-    *((312, 272), (319, 279), (29, 194), (68, 186), (240, 180)),
-    # open_by_handle_at name_to_handle_at kexec_load init_module
-    *((304, 265), (303, 264), (246, 104), (175, 105)),
-    # finit_module swapon reboot quotactl acct socket personality syslog
-    *((313, 273), (167, 224), (169, 142), (179, 60), (163, 89), (41, 198), (135, 92), (103, 116)),
-    # io_uring_{setup,enter,register} open_tree move_mount fsopen fsconfig fsmount fspick
-    *((number, number) for number in (425, 426, 427, 428, 429, 430, 431, 432, 433)),
-    # pidfd_open pidfd_getfd mount_setattr memfd_secret
-    *((number, number) for number in (434, 438, 442, 447)),
-)
+# Rejected system calls, and their numbers on x86-64 and AArch64, or on both; -1: there is none.
+# From asm/unistd.h of Linux 6.12.
+_FORKS = "fork 57 -1, vfork 58 -1"
+_REJECTED = """
+    unshare 272 97, setns 308 268, mount 165 40, umount2 166 39, pivot_root 155 41, chroot 161 51,
+    ptrace 101 117, process_vm_readv 310 270, process_vm_writev 311 271, add_key 248 217,
+    request_key 249 218, keyctl 250 219, bpf 321 280, perf_event_open 298 241, userfaultfd 323 282,
+    kcmp 312 272, memfd_create 319 279, shmget 29 194, msgget 68 186, mq_open 240 180,
+    open_by_handle_at 304 265, name_to_handle_at 303 264, kexec_load 246 104, init_module 175 105,
+    finit_module 313 273, swapon 167 224, reboot 169 142, quotactl 179 60, acct 163 89,
+    socket 41 198, personality 135 92, syslog 103 116, io_uring_setup 425, io_uring_enter 426,
+    io_uring_register 427, open_tree 428, move_mount 429, fsopen 430, fsconfig 431, fsmount 432,
+    fspick 433, pidfd_open 434, pidfd_getfd 438, mount_setattr 442, memfd_secret 447
+"""
 _MACHINES = {"x86_64": (0, 0xC000003E, 56, 9), "aarch64": (1, 0xC00000B7, 220, 222)}
 _CLONE3 = 435
 _NEW_NAMESPACES = 0x7E020000  # CLONE_NEW*
@@ -84,7 +80,8 @@ def seccomp_filter(machine: str, forks: bool) -> bytes:
         return _instruction(code, value, 0, 1) + then
 
     equal, at_least, has_bits = 0x15, 0x35, 0x45
-    calls = [pair[column] for pair in (*_REJECTED, *(() if forks else _FORKS))]
+    names = _REJECTED if forks else f"{_REJECTED}, {_FORKS}"
+    calls = [int((2 * name.split()[1:])[column]) for name in names.split(",")]
     program = [load(4), _instruction(equal, architecture, 1, 0), kill, load(0)]
     program += [unless(at_least, _X32, kill)]
     program += [unless(equal, number, reject) for number in calls if number >= 0]

@@ -27,12 +27,14 @@ class Node(NamedTuple):
     marks: tuple[str, ...] = ()
 
 
-_OPEN, _CLOSE = "([{", ")]}"
 _TOKEN = re.compile(r"\\begin\{[a-z*]+\}|\\end\{[a-z*]+\}|\\[A-Za-z]+|\\.|.", re.DOTALL)
-_PAIRS = {r"\{": r"\}", r"\langle": r"\rangle", r"\lfloor": r"\rfloor", r"\lceil": r"\rceil"}
-_ENDS = set(_PAIRS.values())
+_BRACKETS = r"( ) ]|[ ) ]|{ }|\{ \}|\langle \rangle|\lfloor \rfloor|\lceil \rceil"  # and their ends
+_PAIRS = {start: ends for start, *ends in map(str.split, _BRACKETS.split("|"))}
+_ENDS = {end for ends in _PAIRS.values() for end in ends}
 _WRITTEN, _MEANT = r"= < > \le \ge \ne \in \equiv \approx".split(), "= < > <= >= != in = ~".split()
 RELATIONS: dict[str, str] = dict(zip(_WRITTEN, _MEANT, strict=True))
+_REGIONS = {"union": {r"\cup"}, "intersection": {r"\cap"}}
+_REGIONS |= {"difference": {r"\setminus", r"\backslash"}}
 _WORD_SEPARATOR = re.compile(
     r"\\text\{ ?,? ?(and|or) ?\}|(?<![A-Za-z\\])(and|or)(?![A-Za-z])|\\(land|lor)(?![A-Za-z])"
 )
@@ -57,19 +59,9 @@ def _pieces(text: str, separators: set[str]) -> tuple[list[str], list[str]] | No
     parts, marks, start, closers = [], [], 0, []
     for match in _TOKEN.finditer(text):
         token = match[0]
-        if token.startswith(r"\begin"):
-            closers.append(r"\end" + token[6:])
-        elif token.startswith(r"\end"):
-            if not closers or closers.pop() != token:
-                return None
-        elif token in _PAIRS:
-            closers.append(_PAIRS[token])
-        elif token in _ENDS:
-            if not closers or closers.pop() != token:
-                return None
-        elif token in _OPEN:
-            closers.append("}" if token == "{" else ")]")
-        elif token in _CLOSE:
+        if token in _PAIRS or token.startswith(r"\begin"):
+            closers.append(_PAIRS.get(token, [r"\end" + token[6:]]))
+        elif token in _ENDS or token.startswith(r"\end"):
             if not closers or token not in closers.pop():
                 return None
         elif token in separators and not closers:
@@ -106,17 +98,14 @@ def _split_list(text: str) -> tuple[list[str], str]:
     return [part for part in parts if part], joined
 
 
-def _inside(text: str, start: str, ends: tuple[str, ...]) -> str | None:
+def _inside(text: str, start: str) -> str | None:
     """Return the content if one pair of brackets encloses the whole text."""
-    for end in ends:
-        if not (text.startswith(start) and text.endswith(end)):
-            continue
-        content = text[len(start) : len(text) - len(end)]
-        if start == r"\{" and content.endswith("\\"):
-            continue
-        if _pieces(content, set()) is not None:
-            return content
-    return None
+    end = next(filter(text.endswith, _PAIRS[start]), "")
+    if not (end and text.startswith(start)):
+        return None
+    content = text[len(start) : len(text) - len(end)]
+    is_escaped = start == r"\{" and content.endswith("\\")
+    return None if is_escaped or _pieces(content, set()) is None else content
 
 
 def _members(content: str, depth: int) -> tuple[Node, ...]:
@@ -177,7 +166,7 @@ def _negated(condition: Node) -> Node:
 
 def _read_brackets(text: str, depth: int) -> Node | None:
     """Return a set, tuple or interval; None if no pair of brackets encloses the text."""
-    if (content := _inside(text, r"\{", (r"\}",))) is not None:
+    if (content := _inside(text, r"\{")) is not None:
         condition, marks = split(content, {":", "|", r"\colon"})
         if len(marks) == 1:  # {x : x > 2}, and nothing but a real variable before the colon
             real = _REAL_VARIABLE.fullmatch(condition[0].strip())
@@ -185,8 +174,8 @@ def _read_brackets(text: str, depth: int) -> Node | None:
             whole = kept is not None and kept.kind in ("relation", "list")
             return kept if whole else Node("value", text)
         return Node("set", text, _members(content, depth))
-    for start, ends in (("(", (")", "]")), ("[", ("]", ")")), (r"\langle", (r"\rangle",))):
-        if (content := _inside(text, start, ends)) is None:
+    for start in ("(", "[", r"\langle"):
+        if (content := _inside(text, start)) is None:
             continue
         if len(split(content, {",", ";"})[0]) > 1:
             if _SIGN.search(text):
@@ -232,13 +221,10 @@ def read(text: str, depth: int = 0) -> Node:
     if operators:
         items = tuple(read(member, depth + 1) for member in members)
         return Node("relation", text, items, tuple(RELATIONS[o] for o in operators))
-    for command, kind in ((r"\cup", "union"), (r"\cap", "intersection")):
-        sets, marks = split(text, {command})
+    for kind, commands in _REGIONS.items():
+        sets, marks = split(text, commands)
         if marks:
             return Node(kind, text, tuple(read(part, depth + 1) for part in sets))
-    sets, marks = split(text, {r"\setminus", r"\backslash"})
-    if len(marks) == 1:
-        return Node("difference", text, tuple(read(part, depth + 1) for part in sets))
     if node := _read_brackets(text, depth):
         return node
     if _SIGN.search(text):

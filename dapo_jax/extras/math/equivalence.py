@@ -11,15 +11,16 @@ from typing import NamedTuple
 from dapo_jax.extras.math import conditions, names, numerals
 from dapo_jax.extras.math.algebra import WORK, Algebra
 from dapo_jax.extras.math.answer_shape import Node, read
+from dapo_jax.extras.math.ball_arithmetic import enclose, with_bits
 from dapo_jax.extras.math.expression_tree import Budget
 from dapo_jax.extras.math.expressions import parse
 from dapo_jax.extras.math.extraction import extract
 from dapo_jax.extras.math.normalisation import FORBIDDEN, normalise
 from dapo_jax.extras.math.problem import NO_PROBLEM, Problem
 from dapo_jax.extras.math.units import split_unit
-from dapo_jax.extras.math.written_form import value_at
 
 LONGEST_COMPARED, MAX_ITEMS = 2_000, 64  # characters; members of a set
+ROUGH_BITS, ROUGH_WORK = 64, 100_000  # of a value that stands beside its decimals
 MAX_REMEMBERED = 20_000
 _INEQUALITIES = {"<", ">", "<=", ">=", "!="}
 _REGIONS = {"union", "intersection", "difference"}
@@ -236,7 +237,8 @@ def _is_rounded(exact: str, decimal: str) -> bool:
     if written is None or other and len(other[1] or "") <= len(written[1] or ""):
         return False
     try:
-        value = value_at(parse(exact, folds=False), 0)
+        with with_bits(ROUGH_BITS):
+            value = complex(enclose(parse(exact), Budget(ROUGH_WORK)))
     except (ValueError, ArithmeticError, LookupError, TypeError):
         return False
     digits = len(written[1] or "")

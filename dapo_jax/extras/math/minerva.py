@@ -6,7 +6,7 @@ The substitutions are those of Minerva's evaluation (arXiv 2206.14858, appendix 
 import re
 
 CHARACTERS_READ = 300  # from the end of a response
-_LABEL = re.compile(r"answer\s*:\s*([^\n]+)", re.IGNORECASE)
+LABEL = re.compile(r"answer\s*:\s*([^\n]+)", re.IGNORECASE)
 _WRITTEN = r"an ~|a ~|.$~$|\$~|\ ~| ~|mbox~text|,\text{and}~,|\text{and}~,|\text{m}~\text{}"
 _REPLACED = [pair.split("~") for pair in _WRITTEN.split("|")]  # in this order
 _REMOVED = (
@@ -27,12 +27,6 @@ _INNER = (
     (re.compile(r"frac([^{])(.)"), r"frac{\1}{\2}"),
     (re.compile(r"sqrt([^{])"), r"sqrt{\1}"),
 )
-
-
-def labelled_answer(response: str) -> str | None:
-    """Return the text behind the last 'Answer:' of the last 300 characters; None without one."""
-    answers = _LABEL.findall(response[-CHARACTERS_READ:])
-    return answers[-1] if answers else None
 
 
 def spelling(answer: str) -> str:

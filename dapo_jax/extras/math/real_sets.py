@@ -44,7 +44,7 @@ class Region(NamedTuple):
     holds: Callable[[int], bool]
 
 
-def _combined(rule: Callable[[Iterable[bool]], bool], parts: list[Region]) -> Region:
+def _combined(rule: Callable[[Iterator[bool]], bool], parts: list[Region]) -> Region:
     """Return the set of numbers for whose memberships in the parts `rule` is True."""
     ends = [end for part in parts for end in part.ends]
     return Region(ends, lambda place: rule(part.holds(place) for part in parts))
@@ -155,7 +155,7 @@ class RealSets:
             return _combined(all, [])
         parts = [self._read(item) for item in node.items]
         if node.kind == "difference":
-            return _combined(lambda members: [*members] == [True, False], parts)
+            return _combined(lambda members: next(members) and not any(members), parts)
         if node.marks == (",",) and any(item.kind != "relation" for item in node.items):
             raise Refused("a comma between regions says neither 'and' nor 'or'")
         is_common = node.kind == "intersection" or node.marks in ((",",), ("and",))

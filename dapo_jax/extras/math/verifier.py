@@ -12,7 +12,7 @@ from dapo_jax.extras.math.algebra import WORK
 from dapo_jax.extras.math.answer_conventions import as_percentage, asked_value, is_unfinished
 from dapo_jax.extras.math.equivalence import Decision, decide, gold_answer
 from dapo_jax.extras.math.extraction import LONGEST_ANSWER, Extraction, extract
-from dapo_jax.extras.math.minerva import labelled_answer, spelling
+from dapo_jax.extras.math.minerva import CHARACTERS_READ, LABEL, spelling
 from dapo_jax.extras.math.numerals import read_integer
 from dapo_jax.extras.math.problem import read_problem
 from dapo_jax.types.contracts import Verifier, VerifierResult
@@ -50,11 +50,12 @@ def final_number(response: str, gold: str, prompt: str) -> VerifierResult:
 
 
 def dapo(response: str, gold: str, prompt: str) -> VerifierResult:
-    """Score as DAPO's released code: the same string after Minerva's normalisation."""
-    if (extracted := labelled_answer(response)) is None:
+    """Score as DAPO's released code: the last 'Answer:' near the end, and equal spellings."""
+    answers = LABEL.findall(response[-CHARACTERS_READ:])
+    if not answers:
         return VerifierResult(False, None, "no_marker")
-    correct = spelling(extracted) == spelling(gold)
-    return VerifierResult(correct, extracted[:LONGEST_ANSWER], "direct")
+    correct = spelling(answers[-1]) == spelling(gold)
+    return VerifierResult(correct, answers[-1][:LONGEST_ANSWER], "direct")
 
 
 @dataclasses.dataclass(frozen=True)

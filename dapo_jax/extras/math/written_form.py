@@ -1,21 +1,17 @@
 """Steps that an expression leaves to be done, read from its tree as written.
 
-Trees come from `parse(text, folds=False)`. Nothing is computed but rough values, so the work is
-small however large the numbers are.
+Trees come from `parse(text, folds=False)`. Nothing is computed, so the work is small however large
+the numbers are.
 """
 
 import functools
 import itertools
 import math
-import zlib
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
-from flint import fmpq
-
-from dapo_jax.extras.math.ball_arithmetic import enclose, with_bits
-from dapo_jax.extras.math.expression_tree import Budget, Tree, number
+from dapo_jax.extras.math.expression_tree import Tree
 
 _PRIMES = [p for p in range(2, 1_000) if all(p % q for q in range(2, math.isqrt(p) + 1))]
 _STEPS = {"exp": "e", "abs": "root", "factorial": "product", "binomial": "product"}
@@ -24,7 +20,6 @@ _STEPS |= dict.fromkeys("asin acos atan acot".split(), "arc")
 _TO_DO = {"abs", "floor", "ceiling", "total", "times", "integral"}  # also of letters
 _POWER_TO_DO = {"product", "quotient", "power", "odd_root", "i", "abs"}  # as bases
 CONSTANTS = {"pi", "e", "i", "surd"}  # steps that are none where gold has functions of numbers
-ROUGH_BITS, ROUGH_WORK = 64, 100_000
 
 
 class Factor(NamedTuple):
@@ -244,20 +239,3 @@ class Form:
             below = int(f.base.value.q) if f.base.kind == "numeral" else 1
             if f.times >= order or _frees(_content(f.base), order) or _frees(below, order):
                 self.steps.add("root")
-
-
-def value_at(tree: Tree, trial: int) -> complex:
-    """Return the rough value, every letter at a point of its own.
-
-    Raises:
-        ArithmeticError, ValueError, LookupError: there is none.
-    """
-    with with_bits(ROUGH_BITS):
-        return complex(enclose(_at_point(tree, trial), Budget(ROUGH_WORK)))
-
-
-def _at_point(tree: Tree, trial: int) -> Tree:
-    if tree.kind == "symbol":
-        return number(fmpq(4_000 + zlib.crc32(f"{tree.value} {trial}".encode()) % 9_973, 4_000))
-    kind = {"numeral": "number", "mixed": "sum"}.get(tree.kind, tree.kind)
-    return Tree(kind, tuple(_at_point(part, trial) for part in tree.parts), tree.value)
