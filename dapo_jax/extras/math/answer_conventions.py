@@ -18,13 +18,12 @@ from dapo_jax.extras.math.expression_tree import Refused, Tree, add, negate
 from dapo_jax.extras.math.expressions import parse
 from dapo_jax.extras.math.names import assigned, compact, has_words, is_variable
 from dapo_jax.extras.math.normalisation import normalise
-from dapo_jax.extras.math.numerals import read_number
+from dapo_jax.extras.math.numerals import COLON, read_number
 from dapo_jax.extras.math.problem import FORMULA
 from dapo_jax.extras.math.units import split_unit
 from dapo_jax.extras.math.written_form import CONSTANTS, Form
 
 LONGEST_FORMULA = 400  # characters
-_RATIO = re.compile(r" ?(?::|\\text\{ ?to ?\}) ?")
 _MIXED = re.compile(r"(?<=\d) (\d+) ?/ ?(\d+)")
 _ASKS_SPELLING = re.compile(
     r"decimal|fraction|per\s?cent|mixed|scientific|notation|power|exponent|factor", re.IGNORECASE
@@ -95,7 +94,7 @@ def _is_plain(text: str) -> bool:
 def _forms(node: Node) -> list[Form]:
     """Return the forms of the values in an answer, save of numerals."""
     if node.kind == "value":
-        text = _RATIO.sub("/", split_unit(node.text, trusted=True)[0])
+        text = COLON.sub("/", split_unit(node.text, trusted=True)[0])
         return [] if has_words(text) or _is_plain(text) else [_form(text)]
     items = [item for item in node.items if node.kind != "relation" or not is_variable(item)]
     return [form for item in items for form in _forms(item)]

@@ -54,18 +54,24 @@ def split_condition(text: str) -> Conditioned:
     return Conditioned(text)
 
 
-def _letters(text: str) -> set[str]:
+def letters_of(text: str) -> set[str]:
+    """Return the letters of a text, save those of commands."""
     return set(filter(str.isalpha, _COMMAND.sub("", text)))
+
+
+def rename(text: str, letter: str, new: str) -> str:
+    """Return a text with another letter, save in commands."""
+    pattern = re.compile(rf"(\\[A-Za-z]+)|{re.escape(letter)}")
+    return pattern.sub(lambda match: match[1] or new, text)
 
 
 def with_letter_of(mine: Conditioned, gold: Conditioned) -> str:
     """Return an answer with gold's letter for its own, if that one is bound: k is as good as n."""
-    ours, theirs = _letters(mine.text), _letters(gold.text)
+    ours, theirs = letters_of(mine.text), letters_of(gold.text)
     free = theirs - ours
     if mine.relation or mine.letter not in ours - theirs or len(free) != 1:
         return mine.text
-    letter = re.compile(rf"(\\[A-Za-z]+)|{re.escape(mine.letter)}")
-    return letter.sub(lambda match: match[1] or min(free), mine.text)
+    return rename(mine.text, mine.letter, min(free))
 
 
 def is_harmless(condition: Conditioned, problem: Problem) -> bool:

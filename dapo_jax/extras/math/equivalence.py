@@ -31,7 +31,6 @@ _ROUNDED = re.compile(r"-?\d{0,30}(?:\.(\d{1,30}))?(?<=\d)", re.ASCII)
 _BASE = re.compile(r"\bbase|binary|octal|hexadecimal")
 _E = re.compile(r"(?<![\\A-Za-z])e(?![A-Za-z])")
 _PRODUCT = re.compile(r".*[\d)}] [A-Za-z]", re.DOTALL)  # or a measured value
-_COMMAND = re.compile(r"\\[A-Za-z]+")
 _FUNCTION_OF = re.compile(r"([A-Za-z](?:\^\{-1\})?)\(([A-Za-z])\)")
 _POINT = re.compile(r"(?:[A-Z]'?(?:_ ?\{?\w\}?)?|\\text\{[A-Za-z ]*\}) ?(\(.+\))", re.DOTALL)
 # Without a problem, n, m, k and N are integers, save where gold oscillates with them.
@@ -69,7 +68,7 @@ class _Comparison:
     def same(self, mine: Node, gold: Node) -> bool:
         if names.compact(mine.text) == names.compact(gold.text):
             return True
-        mine, gold = _spread(_without_membership(mine)), _spread(_without_membership(gold))
+        mine, gold = _spread(mine), _spread(gold)
         if _is_region(mine) or _is_region(gold):
             return self._ask("region", mine, gold)
         if "relation" in (mine.kind, gold.kind):
@@ -258,9 +257,9 @@ def _with_variable_of(mine: tuple[str, Node], gold: tuple[str, Node]) -> tuple[s
     """Read f(t) = 2t as f(x) = 2x if gold has f(x): the letter is free to choose."""
     own, wanted = (_FUNCTION_OF.fullmatch(names.compact(name)) for name, _ in (mine, gold))
     text = mine[1].text
-    if not (own and wanted and own[1] == wanted[1]) or wanted[2] in _COMMAND.sub("", text):
+    if not (own and wanted and own[1] == wanted[1]) or wanted[2] in conditions.letters_of(text):
         return mine
-    return gold[0], read(re.sub(rf"(?<![\\A-Za-z]){own[2]}(?![A-Za-z])", wanted[2], text))
+    return gold[0], read(conditions.rename(text, own[2], wanted[2]))
 
 
 def _items(node: Node) -> list[Node]:
@@ -275,21 +274,18 @@ def _items(node: Node) -> list[Node]:
     return members
 
 
-def _without_membership(node: Node) -> Node:
-    inside = node.kind == "relation" and node.marks == ("in",)
-    return node.items[1] if inside and names.is_variable(node.items[0]) else node
-
-
 def _spread(node: Node) -> Node:
-    """Split an equation of two tuples, (x, y) = (1, 2), into x = 1, y = 2."""
-    sides = node.items if node.kind == "relation" and node.marks == ("=",) else ()
-    if {(side.kind, side.marks) for side in sides} != {("tuple", ("(", ")"))}:
+    """Return the set S of `x in S`, and x = 1, y = 2 for an equation of tuples, (x, y) = (1, 2)."""
+    sides = node.items if node.marks in (("=",), ("in",)) else ()
+    if not sides or not names.is_variable(sides[0]):
         return node
-    pairs = list(zip(*(side.items for side in sides), strict=False))
-    if len({len(side.items) for side in sides}) > 1 or not all(
-        names.is_variable(name) for name, _ in pairs
-    ):
+    if node.marks == ("in",):
+        return sides[1]
+    if {(side.kind, side.marks, len(side.items)) for side in sides} != {
+        ("tuple", ("(", ")"), len(sides[0].items))
+    }:
         return node
+    pairs = list(zip(*(side.items for side in sides), strict=True))
     each = (Node("relation", f"{pair[0].text}={pair[1].text}", pair, ("=",)) for pair in pairs)
     return Node("list", node.text, tuple(each), ("=",))
 

@@ -306,13 +306,11 @@ class _Parser:
         return "".join(inside)
 
     def _command(self, name: str) -> Tree:
-        if name == "frac":
+        if name in ("frac", "binom"):
             start, above = self._at, self._argument()
             self._refuse_derivative(start)
-            return trees.divide(above, self._argument())
-        if name == "binom":
-            above = self._argument()
-            return trees.binomial(above, self._argument())
+            join = trees.divide if name == "frac" else trees.binomial
+            return join(above, self._argument())
         if name == "sqrt":
             order = self._group("]") if self._accept("[") else trees.number(2)
             inside = self._argument()

@@ -73,40 +73,20 @@ def plain_characters(text: str) -> str:
 _NUMERAL = re.compile(r"(\$?)(-?\d{1,18}(?:\.\d{1,18})?)\1", re.ASCII)
 _WORDS_ONLY = re.compile(r"[A-Za-z]+(?:[ -][A-Za-z]+)*")
 LONGEST_PHRASE = 80  # characters
+_NAMES = r"""
+    \frac dfrac tfrac cfrac, \binom dbinom tbinom, \le leq leqslant leqq, \ge geq geqslant geqq,
+    \ne neq, < lt, > gt, \{ lbrace, \} rbrace, [ lbrack, ] rbrack, | lvert rvert vert mid,
+    \| lVert rVert Vert, \emptyset varnothing, ^\circ degree, \times cross ast, \lor vee,
+    \land wedge, \angle measuredangle, \epsilon varepsilon, \theta vartheta, \phi varphi, i imath,
+    \text mathrm textrm textbf textit textsf texttt textsc mbox hbox operatorname operatorname* emph
+    textnormal mathsf, \mathbf boldsymbol bm mathit vec overrightarrow mathcal pmb, Å AA,
+    _ tiny small normalsize large Large LARGE huge Huge bf bfseries rm it underline displaystyle
+    textstyle limits middle mathstrut nobreak
+"""
 _RENAMED = {
-    name: new
-    for new, names in {
-        r"\frac": "dfrac tfrac cfrac",
-        r"\binom": "dbinom tbinom",
-        r"\le": "leq leqslant leqq",
-        r"\ge": "geq geqslant geqq",
-        r"\ne": "neq",
-        "<": "lt",
-        ">": "gt",
-        r"\{": "lbrace",
-        r"\}": "rbrace",
-        "[": "lbrack",
-        "]": "rbrack",
-        "|": "lvert rvert vert mid",
-        r"\|": "lVert rVert Vert",
-        r"\emptyset": "varnothing",
-        r"^\circ": "degree",
-        r"\text": "mathrm textrm textbf textit textsf texttt textsc mbox hbox operatorname "
-        "operatorname* emph textnormal mathsf",
-        r"\mathbf": "boldsymbol bm mathit vec overrightarrow mathcal pmb",
-        r"\times": "cross ast",
-        "i": "imath",
-        "Å": "AA",
-        r"\angle": "measuredangle",
-        r"\epsilon": "varepsilon",
-        r"\theta": "vartheta",
-        r"\phi": "varphi",
-        " ": "tiny small normalsize large Large LARGE huge Huge bf bfseries rm it underline "
-        "displaystyle textstyle limits middle mathstrut nobreak",
-        r"\lor": "vee",
-        r"\land": "wedge",
-    }.items()
-    for name in names.split()
+    name: new.replace("_", " ")
+    for new, *names in map(str.split, _NAMES.split(","))
+    for name in names
 }
 _PREFIXES = r"\\((?:kilo|mega|giga|centi|milli|deci|micro|nano|pico))(?=\\)"
 

@@ -7,8 +7,11 @@ import re
 from fractions import Fraction
 from typing import Any, NamedTuple
 
+from dapo_jax.extras.math.units import VALUES
+
 LONGEST_NUMERAL = 1_000  # characters; longer ones are compared as text
 LARGEST_EXPONENT = 1_000  # of ten
+BASES = range(2, 37)
 
 _INTEGER = r"\d{1,3}(?:,\d{3})+|\d{1,3}(?: \d{3})+|\d+"
 _DECIMAL = rf"(?:(?:{_INTEGER})(?:\.\d*)?|\.\d+)"
@@ -72,19 +75,14 @@ _WRITTEN = re.compile(
     r"\d{4}([-/])\d{1,2}\1\d{1,2}|\d{1,2}([-/])\d{1,2}\2\d{4}",
     re.ASCII,  # dates
 )
-_COLON = re.compile(r" ?(?:\\text\{ ?to ?\}|:) ?")
-_RATIO = re.compile(rf"\d{{1,30}}(?:{_COLON.pattern}\d{{1,30}})+", re.ASCII)
+COLON = re.compile(r" ?(?:\\text\{ ?to ?\}|:) ?")
+_RATIO = re.compile(rf"\d{{1,30}}(?:{COLON.pattern}\d{{1,30}})+", re.ASCII)
 _BASED = re.compile(
     r"(-?)(?=[A-Fa-f]*\d)([\dA-Fa-f]+(?:\.[\dA-Fa-f]+)?)(?:_(?:base)?|(?:in)?base)(\w+)", re.ASCII
 )
 _PREFIXED = re.compile(r"^(0[bBoOxX])([\dA-Fa-f]+)$", re.ASCII)
 _BASES = {"binary": 2, "octal": 8, "decimal": 10, "hexadecimal": 16, "bin": 2, "hex": 16}
-_BASES |= {"0b": 2, "0o": 8, "0x": 16} | {
-    name: n
-    for n, name in enumerate(
-        "two three four five six seven eight nine ten eleven twelve".split(), 2
-    )
-}
+_BASES |= {"0b": 2, "0o": 8, "0x": 16} | VALUES
 
 
 def read_number(text: str) -> Fraction | None:
@@ -109,8 +107,8 @@ def read_digits(text: str) -> tuple[str, int] | None:
     if len(text) > LONGEST_NUMERAL or (match := _BASED.fullmatch(plain)) is None:
         return None
     sign, digits, name = match.groups()
-    base = int(name) if name in map(str, range(2, 37)) else _BASES.get(name.lower(), 0)
-    is_valid = all(int(digit, 16) < base for digit in digits.replace(".", ""))
+    base = int(name) if name.isdecimal() and len(name) < 3 else _BASES.get(name.lower(), 0)
+    is_valid = base in BASES and all(int(digit, 16) < base for digit in digits.replace(".", ""))
     return (sign + (digits.upper().lstrip("0") or "0"), base) if is_valid else None
 
 
@@ -130,7 +128,7 @@ def read_literal(text: str) -> Literal | None:
     if (integer := read_integer(text)) is not None:  # longer than a numeral may be
         return Literal("number", integer)
     if _RATIO.fullmatch(text):
-        return Literal("ratio", tuple(map(int, _COLON.split(text))))
+        return Literal("ratio", tuple(map(int, COLON.split(text))))
     return Literal("code", re.sub("[{}]", "", text)) if _CODE.fullmatch(text) else None
 
 

@@ -12,17 +12,16 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
-from flint import arb, fmpq
+from flint import fmpq
 
 from dapo_jax.extras.math import expression_tree as trees
 from dapo_jax.extras.math.answer_shape import Node
-from dapo_jax.extras.math.ball_arithmetic import PRECISIONS, Undefined, enclose, sign, with_bits
+from dapo_jax.extras.math.ball_arithmetic import sign
 from dapo_jax.extras.math.expression_tree import (
     Budget,
     NoValue,
     Refused,
     Tree,
-    Undecided,
     number,
     symbols,
 )
@@ -50,13 +49,10 @@ def _combined(rule: Callable[[Iterator[bool]], bool], parts: list[Region]) -> Re
     return Region(ends, lambda place: rule(part.holds(place) for part in parts))
 
 
-def _is_unbounded(left: str, mark: str, right: str) -> bool:
-    """Test for x < infinity, -infinity < x and the like: they hold for all numbers."""
-    smaller, larger = (left, right) if mark == "<" else (right, left)
-    if mark not in "<>":
-        return False
-    lowest, highest = compact(smaller) == r"-\infty", compact(larger) in (r"\infty", r"+\infty")
-    return lowest and r"\infty" not in larger or highest and r"\infty" not in smaller
+def _is_unbounded(low: Tree, high: Tree) -> bool:
+    """Test for -infinity < x and x < infinity, which hold for all numbers."""
+    is_finite = [trees.INFINITY not in trees.nodes(side) for side in (low, high)]
+    return low == MINUS_INFINITY and is_finite[1] or high == trees.INFINITY and is_finite[0]
 
 
 class RealSets:
@@ -88,27 +84,13 @@ class RealSets:
         return 0 if a == b else sign(trees.add([a, trees.negate(b)]), self._budget)
 
     def _inside(self, place: int) -> Tree:
-        """Return the end at a place, or a rational number there; 0 for the whole line."""
+        """Return the end at a place, or a number between two ends, or beside one."""
         if place % 2:
             return self._ends[place // 2]
         low, high = ([None, *self._ends, None][place // 2 :])[:2]
-        for bits in PRECISIONS[:2]:
-            with with_bits(bits):
-                try:
-                    a, b = (end and enclose(end, self._budget).real for end in (low, high))
-                except Undefined:
-                    continue
-                if a is None or b is None:
-                    middle = b - 1 if b is not None else a + 1 if a is not None else arb(0)
-                else:
-                    middle = (a + b) / 2
-                with with_bits(bits // 2):
-                    mantissa, exponent = (+middle).mid().man_exp()
-            value = number(fmpq(mantissa) * fmpq(2) ** int(exponent))
-            is_above = low is None or self._compare(low, value) < 0
-            if is_above and (high is None or self._compare(value, high) < 0):
-                return value
-        raise Undecided("two ends too near")
+        if low is None or high is None:
+            return trees.add([low or high or ZERO, number(1 if low else -1)])
+        return trees.multiply(HALF, trees.add([low, high]))
 
     def _number(self, tree: Tree) -> Tree:
         if symbols(tree):
@@ -141,10 +123,7 @@ class RealSets:
             return self._read(node.items[1])
         if node.kind == "relation":
             pairs = zip(node.items, node.marks, node.items[1:], strict=False)
-            bounds = [
-                pair for pair in pairs if not _is_unbounded(pair[0].text, pair[1], pair[2].text)
-            ]
-            return _combined(all, [self._solutions(*pair) for pair in bounds])
+            return _combined(all, [self._solutions(*pair) for pair in pairs])
         if node.kind == "set":
             members = [each for item in node.items for each in item.items or (item,)]
             points = [self._number(parse(member.text)) for member in members]
@@ -167,6 +146,8 @@ class RealSets:
         They lie where roots, logarithms and quotients have values.
         """
         sides = [parse(_VALUE.sub("y", side.text)) for side in (left, right)]
+        if mark in "<>" and _is_unbounded(*sides[:: 1 if mark == "<" else -1]):
+            return _combined(all, [])
         difference = trees.add([sides[0], trees.negate(sides[1])])
         if len(symbols(difference)) != 1:
             raise Refused("no relation in one variable")
@@ -183,14 +164,11 @@ class RealSets:
 
     def _holds(self, relations: list[tuple[str, Tree]], place: int) -> bool:
         """Test all relations at a place of the variable."""
-        value = self._inside(place)
         for mark, tree in relations:
-            point = dict.fromkeys(symbols(tree), value)
+            point = dict.fromkeys(symbols(tree), self._inside(place))
             try:
-                if (
-                    sign(trees.substitute(tree, point, self._budget), self._budget)
-                    not in SIGNS[mark]
-                ):
+                value = trees.substitute(tree, point, self._budget)
+                if sign(value, self._budget) not in SIGNS[mark]:
                     return False
             except NoValue:
                 return False

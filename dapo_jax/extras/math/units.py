@@ -34,15 +34,15 @@ _GLUE = {"per": "/", "of": "", "a": "", "an": "", "in": "", "each": "", "the": "
 _NUMBERS = "one two three four five six seven eight nine ten eleven twelve".split()
 _NUMBERS += [f"{stem}teen" for stem in "thir four fif six seven eigh nine".split()]
 _TENS = [f"{stem}ty" for stem in "twen thir for fif six seven eigh nine".split()]
-_VALUES = {word: n for n, word in enumerate(_NUMBERS, 1)}
-_VALUES |= {word: 10 * n for n, word in enumerate(_TENS, 2)}
+VALUES = {word: n for n, word in enumerate(_NUMBERS, 1)}
+VALUES |= {word: 10 * n for n, word in enumerate(_TENS, 2)}
 _FRACTIONS = {"half": 2, "halve": 2, "third": 3, "quarter": 4, "fourth": 4} | {
     word: n for n, word in enumerate("fifth sixth seventh eighth ninth tenth".split(), 5)
 }
 SCALES = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}  # powers of ten
 MAX_NUMBER_WORDS = 12
 # Words of a problem that change the number before them, or join another one.
-CHANGING = {*_VALUES, *_FRACTIONS, *SCALES, "hundredth", "thousandth"} | set(
+CHANGING = {*VALUES, *_FRACTIONS, *SCALES, "hundredth", "thousandth"} | set(
     "root power part share fraction ratio reciprocal inverse derivative logarithm log sine cosine "
     "tangent doubled halved tripled squared cubed double twice triple factorial percent percentage "
     "percentile modulo mod base choose dozen gross score pair lakh crore fortnight zero negative "
@@ -186,9 +186,9 @@ def _read_words(words: list[str]) -> tuple[int, int]:
     """Return the value of the number in words at the start, and how many words it has."""
     total, group, used, bound = 0, 0, 0, 1_000  # bound: of the next word's value
     for i, word in enumerate(words):
-        if _VALUES.get(word, bound) < bound:
-            group += _VALUES[word]
-            bound = 10 if _VALUES[word] >= 20 else 0
+        if VALUES.get(word, bound) < bound:
+            group += VALUES[word]
+            bound = 10 if VALUES[word] >= 20 else 0
         elif word == "hundred" and group:
             group, bound = 100 * group, 100
         elif word in SCALES and group and (not total or 10 ** SCALES[word] < total):
