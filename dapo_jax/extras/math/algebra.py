@@ -6,19 +6,9 @@ expressions draws. Runs in a worker process.
 
 from collections.abc import Iterable, Iterator
 
+from dapo_jax.extras.math import ball_arithmetic as ball
 from dapo_jax.extras.math import expression_tree as trees
 from dapo_jax.extras.math.answer_shape import Node
-from dapo_jax.extras.math.ball_arithmetic import (
-    PRECISIONS,
-    Ball,
-    Pole,
-    Undefined,
-    enclose,
-    is_apart,
-    is_negligible,
-    longest_number,
-    with_bits,
-)
 from dapo_jax.extras.math.expression_tree import Budget, Refused, Tree, Undecided, symbols
 from dapo_jax.extras.math.expressions import parse
 from dapo_jax.extras.math.polynomials import same_rational
@@ -32,14 +22,14 @@ ENOUGH_POINTS = 3
 MAX_HOLES = 2  # points where an answer has no value though gold has one: 1/(n - 2), (-3)!
 
 
-def _balls(pair: tuple[Tree, Tree], budget: Budget, *, constant: bool) -> list[Ball] | None:
+def _balls(pair: tuple[Tree, Tree], budget: Budget, *, constant: bool) -> list[ball.Ball] | None:
     """Return both values; None without. Poles raise `Undecided` save for constants."""
     try:
-        return [enclose(tree, budget) for tree in pair]
-    except Pole:
+        return [ball.enclose(tree, budget) for tree in pair]
+    except ball.Pole:
         if not constant:
             raise Undecided("a pole where none is expected") from None
-    except Undefined:
+    except ball.Undefined:
         pass
     return None
 
@@ -70,10 +60,7 @@ def _value(tree: Tree, point: Point, budget: Budget) -> Tree | None:
 
 
 def same_expression(
-    mine: Tree,
-    gold: Tree,
-    budget: Budget,
-    whole: frozenset[str] = frozenset(),
+    mine: Tree, gold: Tree, budget: Budget, whole: frozenset[str] = frozenset()
 ) -> bool:
     """Test the equality for all values of the variables; `whole`: those that are integers.
 
@@ -83,26 +70,27 @@ def same_expression(
     """
     if mine == gold:
         return True
-    if any(node.kind == "infinity" for tree in (mine, gold) for node in trees.nodes(tree)):
+    if any(trees.INFINITY in trees.nodes(tree) for tree in (mine, gold)):
         raise Refused("infinity is no value")
     if (exact := same_rational(mine, gold, budget)) is not None:
         return exact
     is_constant = not symbols(mine) | symbols(gold)
     enough = 1 if is_constant else ENOUGH_POINTS
     points = list(sample_points(mine, gold, whole_letters(mine, gold, whole)))
-    for bits in PRECISIONS:
+    for bits in ball.PRECISIONS:
         seen = missed = equal = 0
-        with with_bits(bits):
+        with ball.with_bits(bits):
             for pair in _pairs((mine, gold), points, budget):
                 balls = None if pair is None else _balls(pair, budget, constant=is_constant)
                 if pair is None or balls is None:
                     missed += 1
                     continue
                 difference = balls[0] - balls[1]
-                if is_apart(difference):
+                if ball.is_apart(difference):
                     return False
                 seen += 1
-                is_close = is_negligible(difference) and bits > max(map(longest_number, pair))
+                is_close = bits > max(map(ball.longest_number, pair))
+                is_close &= ball.is_negligible(difference)
                 equal += pair[0] == pair[1] or is_close
         # A corner may have a side where the expressions were too large to compare.
         if seen == equal >= enough and not (missed and has_corners(mine, gold)):
@@ -118,11 +106,11 @@ def proportional(
         return False
     points = sample_points(mine, gold, whole_letters(mine, gold, whole))
     for pair in _pairs((mine, gold), points, budget):
-        with with_bits(PRECISIONS[0]):
+        with ball.with_bits(ball.PRECISIONS[0]):
             balls = pair and _balls(pair, budget, constant=False)
-            if pair is None or balls is None or not all(map(is_apart, balls)):
+            if pair is None or balls is None or not all(map(ball.is_apart, balls)):
                 continue
-            if is_apart(Ball((balls[0] / balls[1]).imag)):
+            if ball.is_apart(ball.Ball((balls[0] / balls[1]).imag)):
                 return False
         scaled = trees.multiply(trees.divide(*pair), gold)
         return same_expression(mine, scaled, budget, whole=whole)

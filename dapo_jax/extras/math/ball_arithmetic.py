@@ -35,6 +35,7 @@ _SIMPLE: dict[str, Callable[[Ball], Ball]] = {
     "factorial": lambda ball: (ball + 1).gamma(),
 }
 LARGEST_FLOORED = arb(10) ** 3_000
+with_bits = flint.ctx.workprec  # context manager: balls have this many bits
 
 
 class Undefined(ArithmeticError):
@@ -43,11 +44,6 @@ class Undefined(ArithmeticError):
 
 class Pole(Undefined):
     """Division by a ball that contains zero."""
-
-
-def with_bits(bits: int):
-    """Compute balls with this many bits inside the context."""
-    return flint.ctx.workprec(bits)
 
 
 def is_apart(ball: Ball) -> bool:

@@ -340,7 +340,7 @@ def decide(
         return Decision(whole is not None and whole == numerals.read_integer(gold), work=work)
     if _DECIMAL.fullmatch(mine) and _DECIMAL.fullmatch(gold):  # most answers; nothing to normalise
         return Decision(numerals.read_number(mine) == numerals.read_number(gold), work=work)
-    mine, node = normalise(prediction), _read_gold(answer)
+    mine, node = normalise(prediction), read(normalise(answer))
     by_habit = frozenset() if problem.text or _PERIODIC.search(node.text) else frozenset("nmkN")
     budget = Budget(work)
     algebra = Algebra(budget, closes=closes, whole=problem.whole | by_habit)
@@ -398,13 +398,6 @@ def choice_and_value(text: str) -> tuple[str, str]:
     return next(filter(None, letters)), value
 
 
-@functools.lru_cache(maxsize=4096)
-def _read_gold(answer: str) -> Node:
-    """Return the shape of a gold answer, kept since many responses are compared with it."""
-    return read(normalise(answer))
-
-
-@functools.lru_cache(maxsize=4096)
 def gold_answer(answer: str) -> str:
     """Return the answer inside a gold text: behind its box or marker, or the text itself."""
     return extract(answer).text or answer

@@ -107,20 +107,17 @@ def divide(above: Tree, below: Tree) -> Tree:
 
 def power(base: Tree, exponent: Tree) -> Tree:
     """Return the power base ** exponent; raise `Refused` if it would be large."""
-    if exponent.kind != "number":
-        if base.kind == "number" and base.value == 0:
-            raise NoValue("a power of zero")
-        return Tree("power", (base, exponent))
-    n = exponent.value
-    if base.kind != "number":
-        if abs(n) > LARGEST_EXPONENT or n.q > LARGEST_EXPONENT:
-            raise Refused("a large exponent")
-        return base if n == 1 else Tree("power", (base, exponent))
-    value = base.value
+    n, value = exponent.value, base.value if base.kind == "number" else None
     if value == 0:
-        if n <= 0:
+        if exponent.kind != "number" or n <= 0:
             raise NoValue("a power of zero")
         return base
+    if exponent.kind != "number":
+        return Tree("power", (base, exponent))
+    if value is None:
+        if max(abs(n), n.q) > LARGEST_EXPONENT:
+            raise Refused("a large exponent")
+        return base if n == 1 else Tree("power", (base, exponent))
     bits = max(value.p.bit_length(), value.q.bit_length())
     if bits > 1 and (abs(n.p) * bits > LARGEST_BITS or n.q > LARGEST_EXPONENT):
         raise Refused("a large power")
@@ -212,13 +209,9 @@ def _power_as_written(base: Tree, exponent: Tree) -> Tree:
 
 
 _CONSTRUCTORS: dict[str, Callable[..., Tree]] = {
-    "sum": lambda *terms: add(list(terms)),
-    "product": multiply,
-    "quotient": divide,
-    "power": _power_as_written,
+    **{"sum": lambda *terms: add(list(terms)), "product": multiply, "quotient": divide},
+    **{"power": _power_as_written, "factorial": factorial, "binomial": binomial},
     "odd_root": lambda inside, order: odd_root(inside, int(order.value.p)),
-    "factorial": factorial,
-    "binomial": binomial,
 }
 
 
@@ -235,13 +228,8 @@ def _gcd(*values: fmpq) -> int:
 
 
 _OF_NUMBERS: dict[str, Callable[..., Any]] = {
-    "abs": abs,
-    "floor": lambda value: value.floor(),
-    "ceiling": lambda value: value.ceil(),
-    "max": max,
-    "min": min,
-    "gcd": _gcd,
-    "remainder": _remainder,
+    **{"abs": abs, "floor": fmpq.floor, "ceiling": fmpq.ceil, "max": max, "min": min},
+    **{"gcd": _gcd, "remainder": _remainder},
 }
 
 

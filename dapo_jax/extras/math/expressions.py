@@ -234,13 +234,10 @@ class _Parser:
         return False
 
     def _mixed_or_atom(self) -> Tree:
-        value, ahead = self._atom(), self._tokens[self._at : self._at + 7]
-        part = (
-            _DIGITS_OVER_DIGITS.match("".join(ahead))
-            if self._tokens[self._at - 1].isdigit()
-            else None
-        )
-        if part is None or value.kind not in ("number", "numeral"):
+        value, last = self._atom(), self._tokens[self._at - 1]
+        ahead = "".join(self._tokens[self._at : self._at + 7])
+        is_whole = last.isdigit() and value.kind in ("number", "numeral")
+        if not (is_whole and _DIGITS_OVER_DIGITS.match(ahead)):
             return value
         fraction = self._atom()
         return trees.add([value, fraction]) if self._folds else _mixed(value, fraction)
@@ -300,9 +297,8 @@ class _Parser:
         if not self._accept("{"):
             return self._take()
         inside = []
-        while self._peek() != "}":
+        while not self._accept("}"):
             inside.append(self._take())
-        self._take("}")
         return "".join(inside)
 
     def _command(self, name: str) -> Tree:
@@ -391,18 +387,17 @@ class _Parser:
                 if function not in INVERTED:
                     raise Refused("an inverse or a power")
                 function, exponent = f"a{function}", None
-        value = self._value_of(function, self._function_argument(), base)
-        return value if exponent is None else trees.power(value, exponent)
-
-    @staticmethod
-    def _value_of(function: str, argument: Tree, base: Tree | None) -> Tree:
+        if function == "lg":
+            function, base = "log", trees.number(10)
+        argument = self._function_argument()
         if function == "sqrt":
-            return trees.power(argument, trees.number(fmpq(1, 2)))
-        if function == "cis":
-            return trees.power(trees.EULER, trees.multiply(trees.IMAGINARY, argument))
-        base = trees.number(10) if function == "lg" else base
-        value = Tree(function.replace("lg", "log"), (argument,))
-        return value if base is None else trees.divide(value, Tree("log", (base,)))
+            value = trees.power(argument, trees.number(fmpq(1, 2)))
+        elif function == "cis":
+            value = trees.power(trees.EULER, trees.multiply(trees.IMAGINARY, argument))
+        else:
+            value = Tree(function, (argument,))
+            value = value if base is None else trees.divide(value, Tree("log", (base,)))
+        return value if exponent is None else trees.power(value, exponent)
 
     def _function_argument(self) -> Tree:
         """Return a group, or the factors up to the next sign or function: sin 2x is sin(2x)."""

@@ -7,6 +7,8 @@ import re
 from fractions import Fraction
 from typing import Any, NamedTuple
 
+from flint import fmpz
+
 from dapo_jax.extras.math.units import VALUES
 
 LONGEST_NUMERAL = 1_000  # characters; longer ones are compared as text
@@ -33,15 +35,13 @@ _SCIENTIFIC = re.compile(
     rf"|({_DECIMAL})[eE]([-+]?\d+)",
     re.ASCII,
 )
-_DIGITS = re.compile(rf"({_SIGN})({_INTEGER})", re.ASCII)
+_DIGITS = re.compile(rf"{_SIGN}(?:{_INTEGER})", re.ASCII)
 
 
-def read_integer(text: str) -> tuple[bool, str] | None:
-    """Return (is negative, digits without leading zeros), of any size; None for anything else."""
-    if (match := _DIGITS.fullmatch(text)) is None:
-        return None
-    digits = match[2].replace(",", "").replace(" ", "").lstrip("0") or "0"
-    return "-" in match[1] and digits != "0", digits
+def read_integer(text: str) -> fmpz | None:
+    """Return an integer of any size; None for anything else."""
+    is_integer = _DIGITS.fullmatch(text) is not None
+    return fmpz(re.sub("[+, ]", "", text)) if is_integer else None
 
 
 def _magnitude(text: str) -> Fraction | None:

@@ -54,8 +54,7 @@ def read_gold(verifier: str, gold: str) -> Reading:
     if verifier == "final_number":
         if (integer := read_integer(gold.strip())) is None:
             return Reading("unreadable", "no integer")
-        negative, digits = integer
-        return Reading("integer", "-" * negative + digits)
+        return Reading("integer", str(integer))
     if verifier not in BY_VALUE:
         text = spelling(gold)
         return Reading("spelling", text) if text else Reading("unreadable", "nothing is left of it")

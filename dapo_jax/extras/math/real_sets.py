@@ -17,14 +17,7 @@ from flint import fmpq
 from dapo_jax.extras.math import expression_tree as trees
 from dapo_jax.extras.math.answer_shape import Node
 from dapo_jax.extras.math.ball_arithmetic import sign
-from dapo_jax.extras.math.expression_tree import (
-    Budget,
-    NoValue,
-    Refused,
-    Tree,
-    number,
-    symbols,
-)
+from dapo_jax.extras.math.expression_tree import Budget, NoValue, Refused, Tree, number, symbols
 from dapo_jax.extras.math.expressions import parse
 from dapo_jax.extras.math.names import REALS, compact
 from dapo_jax.extras.math.polynomials import RationalFunctions
@@ -104,9 +97,7 @@ class RealSets:
         is_infinite = low == MINUS_INFINITY, high == trees.INFINITY
         if any(map(operator.and_, is_infinite, closed)):
             raise Refused("infinity is no member")
-        ends = [
-            self._number(end) for end, is_far in zip(pair, is_infinite, strict=True) if not is_far
-        ]
+        ends = [self._number(end) for end in pair if end not in (MINUS_INFINITY, trees.INFINITY)]
         if len(ends) == 2 and self._compare(*ends) >= 0:
             raise Refused("an interval without length")
 
