@@ -9,6 +9,7 @@ import tempfile
 import time
 
 import pytest
+from row_files import read_table
 from scored import ask
 
 from dapo_jax.config.experiment import Reward
@@ -47,17 +48,16 @@ def bubblewrap():
         pytest.skip(str(error))
 
 
-def read_attacks() -> list[tuple[str, str, str]]:
-    """Return (name, kind of tests, program) of each attack."""
-    text = pathlib.Path(__file__).with_name("test_code_attacks.txt").read_text()
-    entries = re.findall(r"^## (.+) \| (.+)\n((?:(?!## ).*\n)+)", text, re.MULTILINE)
-    return [(name, kind, code) for name, kinds, code in entries for kind in kinds.split()]
-
-
 needs_sandbox = pytest.mark.usefixtures("bubblewrap")
-ATTACKS = read_attacks()
 IN_CI = {"object equal to everything", "frames above", "forged replies at once", "fork bomb"}
 IN_CI |= {"patched json.dumps", "os._exit", "tests on disk"}
+SLOW = pytest.mark.slow
+LISTED = pathlib.Path(__file__).with_name("test_code_attacks.txt").read_text()
+ATTACKS = [
+    pytest.param(name, kind, code, marks=() if name in IN_CI and kind != "print" else SLOW)
+    for name, kinds, code in re.findall(r"(?m)^## (.+) \| (.+)\n((?:(?!## ).*\n)+)", LISTED)
+    for kind in kinds.split()
+]
 
 
 def block(code: str) -> str:
@@ -68,21 +68,14 @@ def judge(code: str, tests, seconds: float = SECONDS, **columns):
     return judge_code(block(code), json.dumps({"tests": tests, **columns}), seconds, every=True)
 
 
-def is_gone(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return True
-    return False
-
-
-def attack(kind: str, code: str, monkeypatch) -> None:
-    """Run an attack; the first process of a sandbox ends after all others of it."""
+@needs_sandbox
+@pytest.mark.parametrize(("name", "kind", "code"), ATTACKS)
+def test_no_attack_wins_or_outlives_its_time(name, kind, code, monkeypatch):
     pids = []
     exit_process = sandbox.Process.__exit__
 
     def note(process, *error):
-        pids.append(process.first_pid())
+        pids.append(process.first_pid())  # which ends after all other processes of the sandbox
         exit_process(process, *error)
 
     monkeypatch.setattr(sandbox.Process, "__exit__", note)
@@ -92,22 +85,7 @@ def attack(kind: str, code: str, monkeypatch) -> None:
     assert not verdict.correct and verdict.parts["tests"] == 0
     assert verdict.failure is None, verdict.failure
     assert seconds < 2 * SECONDS + SLACK
-    assert pids and all(map(is_gone, pids))
-
-
-@needs_sandbox
-@pytest.mark.parametrize(
-    ("name", "kind", "code"), [row for row in ATTACKS if row[0] in IN_CI and row[1] != "print"]
-)
-def test_an_attack_loses(name, kind, code, monkeypatch):
-    attack(kind, code, monkeypatch)
-
-
-@pytest.mark.slow
-@needs_sandbox
-@pytest.mark.parametrize(("name", "kind", "code"), ATTACKS)
-def test_no_attack_wins_or_outlives_its_time(name, kind, code, monkeypatch):
-    attack(kind, code, monkeypatch)
+    assert pids and not any(pathlib.Path(f"/proc/{pid}").exists() for pid in pids)
 
 
 @needs_sandbox
@@ -116,18 +94,7 @@ def test_an_attack_that_reached_its_aim_would_win(kind):
     assert judge(WIN[kind] + "win()", TESTS[kind], 10).correct
 
 
-@pytest.mark.parametrize(
-    ("response", "code"),
-    [
-        ("a\n```python\nx\n```\nb\n```\ny\nz\n```\nc", "y\nz"),
-        ("````\n```\nx\n```\n````", "```\nx\n```"),
-        ("```x``` and\n```\n\n```", ""),
-        ("```python\nx", None),
-        ("<think>```\nx\n```</think>", None),
-        ("<think>\n```\nx\n```", None),
-        ("no block", None),
-    ],
-)
+@pytest.mark.parametrize(("response", "code"), read_table(__file__, "blocks"))
 def test_the_last_complete_block_counts(response, code):
     assert last_block(response) == code
 
@@ -156,24 +123,10 @@ def test_a_row_keeps_its_tests_under_any_name():
 
 @needs_sandbox
 @pytest.mark.parametrize(
-    ("code", "tests", "columns", "passed"),
-    [
-        ("print(int(input()) ** 2)", PAIRS, {}, 3),
-        ("print(9)", {"inputs": ["3", "4"], "outputs": ["9", "16"]}, {}, 1),
-        ("read n; echo $((n * n))", PAIRS, {"command": "bash /code/program"}, 3),
-        ("class Solution:\n    def square(self, n): return n * n", CALLS, {}, 3),
-        ("def square(n): return n * n if n < 9 else str(n)", CALLS, {}, 2),
-        ("def f(x): return (x, {1: 0.1 + 0.2})", CALLS | {"fn_name": "f"}, {}, 0),
-        ("def add(a, b): return a + b", "def check(f):\n  assert f(1, 2) == 3", "add", 1),
-        ("def add(a, b): return a - b", "def check(f):\n  assert f(1, 2) == 3", "add", 0),
-        ("class S(list): pass", "s = S()\ns.append(7)\nassert s.pop() == 7", {}, 1),
-        ("def f(): return {(1, 2): {3}, b'x': 1j}", "assert f() == {(1, 2): {3}, b'x': 1j}", {}, 1),
-        ("f = [].pop", "try:\n  f()\n  assert 0\nexcept IndexError:\n  pass", {}, 1),
-        ("def g(): return 7", "from solution import g\ndef test_g(): assert g() == 8", {}, 0),
-    ],
+    ("code", "tests", "columns", "passed"), read_table(__file__, "passed tests")
 )
-def test_the_share_of_passed_tests(code, tests, columns, passed):
-    columns = {"entry_point": columns} if isinstance(columns, str) else columns
+def test_the_fraction_of_passed_tests(code, tests, columns, passed):
+    tests = {"PAIRS": PAIRS, "CALLS": CALLS}.get(tests, tests) if isinstance(tests, str) else tests
     verdict = judge(code, tests, 10, **columns)
     count = len(read_tests({"tests": tests}).inputs)
     assert verdict.parts["tests"] == passed / count and verdict.correct == (passed == count)
@@ -252,30 +205,32 @@ def filtered(program: bytes, architecture: int, call: int, *arguments: int) -> i
             place += if_true if test else if_false
 
 
+ALLOW, REJECT, KILL, MISSING = 0x7FFF0000, 0x50001, 0x80000000, 0x50026
+X86 = {"read": 0, "fork": 57, "clone": 56, "mmap": 9, "socket": 41}
+ARM = {"read": 63, "clone": 220, "mmap": 222, "socket": 198}
+X32, CLONE3 = 0x40000000, 435
+
+
+@pytest.mark.parametrize("forks", [False, True])
 @pytest.mark.parametrize(
     ("machine", "architecture", "calls"),
-    [
-        ("x86_64", 0xC000003E, {"read": 0, "fork": 57, "clone": 56, "mmap": 9, "socket": 41}),
-        ("aarch64", 0xC00000B7, {"read": 63, "clone": 220, "mmap": 222, "socket": 198}),
-    ],
+    [("x86_64", 0xC000003E, X86), ("aarch64", 0xC00000B7, ARM)],
 )
-def test_the_filter_decides_by_call_flags_and_architecture(machine, architecture, calls):
-    allow, reject, kill, missing = 0x7FFF0000, 0x50001, 0x80000000, 0x50026
-    alone = sandbox.seccomp_filter(machine, forks=False)
-    forking = sandbox.seccomp_filter(machine, forks=True)
-    for program in (alone, forking):
-        assert filtered(program, architecture, calls["read"]) == allow
-        assert filtered(program, architecture, calls["socket"]) == reject
-        assert filtered(program, 0x40000003, calls["read"]) == kill
-        assert filtered(program, architecture, 0x40000000 + calls["read"]) == kill
-        assert filtered(program, architecture, 435) == missing
-        assert filtered(program, architecture, calls["clone"], 0x3D0F00) == allow
-        assert filtered(program, architecture, calls["clone"], 0x10010011) == reject
-        assert filtered(program, architecture, calls["mmap"], 0, 0, 3, 0x22) == allow
-        assert filtered(program, architecture, calls["mmap"], 0, 0, 3, 0x21) == reject
-        assert filtered(program, architecture, calls["mmap"], 0, 0, 3, 0x122) == reject
-    assert filtered(alone, architecture, calls["clone"], 17) == reject
-    assert filtered(forking, architecture, calls["clone"], 17) == allow
-    if "fork" in calls:
-        assert filtered(alone, architecture, calls["fork"]) == reject
-        assert filtered(forking, architecture, calls["fork"]) == allow
+def test_the_filter_decides_by_call_flags_and_architecture(machine, architecture, calls, forks):
+    program = sandbox.seccomp_filter(machine, forks)
+    of_forks = ALLOW if forks else REJECT
+    decisions = {
+        ("read",): ALLOW,
+        ("socket",): REJECT,
+        ("clone", 0x3D0F00): ALLOW,
+        ("clone", 0x10010011): REJECT,
+        ("clone", 17): of_forks,
+        ("mmap", 0, 0, 3, 0x22): ALLOW,
+        ("mmap", 0, 0, 3, 0x21): REJECT,
+        ("mmap", 0, 0, 3, 0x122): REJECT,
+    } | ({("fork",): of_forks} if "fork" in calls else {})
+    for (name, *arguments), decision in decisions.items():
+        assert filtered(program, architecture, calls[name], *arguments) == decision, name
+    assert filtered(program, 0x40000003, calls["read"]) == KILL
+    assert filtered(program, architecture, X32 + calls["read"]) == KILL
+    assert filtered(program, architecture, CLONE3) == MISSING

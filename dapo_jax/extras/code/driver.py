@@ -13,7 +13,6 @@ import builtins
 import importlib.machinery
 import json
 import os
-import symtable
 import sys
 import types
 
@@ -34,9 +33,8 @@ def encode(value, other):
         return {"dict": [[encode(k, other), encode(v, other)] for k, v in value.items()]}
     if isinstance(value, complex):
         return {"complex": [value.real, value.imag]}
-    if isinstance(value, bytes):
-        return {"bytes": list(value)}
-    for kind, tag in ((list, ""), (tuple, "tuple"), (set | frozenset, "set")):
+    kinds = {"": list, "tuple": tuple, "set": set | frozenset, "bytes": bytes}
+    for tag, kind in kinds.items():
         if isinstance(value, kind):
             items = [encode(item, other) for item in value]
             return {tag: items} if tag else items
@@ -155,28 +153,24 @@ def make_call(requests, replies):
         reply = json.loads(line)
         if "raised" in reply:
             kind = getattr(builtins, str(reply["raised"]), None)
-            if isinstance(kind, type) and issubclass(kind, Exception):
-                if kind.__name__ not in NEVER_RAISED:
-                    raise kind(reply["text"])
+            is_error = isinstance(kind, type) and issubclass(kind, Exception)
+            if is_error and kind.__name__ not in NEVER_RAISED:
+                raise kind(reply["text"])
             raise RuntimeError(reply["raised"], reply["text"])
         return decode(reply["value"], lambda number: Remote(call, number))
 
     return call
 
 
-def free_names(texts):
-    """Return the names that tests use and do not define: those of the solution."""
-    used, bound = set(), set(dir(builtins))
-    tables = [symtable.symtable(text, "tests", "exec") for text in texts]
-    for table in tables:
-        tables += table.get_children()
-        for symbol in table.get_symbols():
-            is_bound = symbol.is_assigned() or symbol.is_imported()
-            if is_bound and (table.get_type() == "module" or symbol.is_declared_global()):
-                bound.add(symbol.get_name())
-            elif symbol.is_global():
-                used.add(symbol.get_name())
-    return used - bound
+class Names(dict):
+    """Built-in names of tests; those that Python lacks are the solution's."""
+
+    def __init__(self, call):
+        super().__init__(vars(builtins))
+        self._call = call
+
+    def __missing__(self, name):
+        return Remote(self._call, name)
 
 
 def run_tests():
@@ -188,8 +182,7 @@ def run_tests():
     solution = types.ModuleType("solution")
     solution.__getattr__ = lambda name: Remote(call, name)
     sys.modules["solution"] = solution
-    space: dict = {name: Remote(call, name) for name in free_names(tests)}
-    space["__name__"] = "tests"
+    space: dict = {"__builtins__": Names(call), "__name__": "tests"}
     for text in tests:
         before = set(space)
         try:

@@ -132,7 +132,8 @@ class Process:
 
     Args:
         deadline: of time.monotonic(), when reading ends.
-        stdin, stdout, stderr: as of `subprocess.Popen`; by default the null device.
+        stdin, stdout, stderr: as of `subprocess.Popen`, or the bytes to read; by default the null
+            device.
 
     Attributes:
         is_late, is_flooded: whether reading ended before the program, by time or size.
@@ -154,11 +155,11 @@ class Process:
             rule = held(sealed_file(seccomp_filter(platform.machine(), program.forks)))
             files = {name: held(sealed_file(text)) for name, text in program.files.items()}
             words = _bubblewrap(python, files, rule, write) + _limited(program, python)
-            options: dict[str, Any] = {
-                name: streams.get(name, subprocess.DEVNULL) for name in STREAMS
-            }
-            options["pass_fds"] = (write, rule, *files.values())
-            self._process = subprocess.Popen(words, **options)
+            options: dict[str, Any] = dict.fromkeys(STREAMS, subprocess.DEVNULL) | streams
+            if isinstance(given := options["stdin"], bytes):
+                options["stdin"] = held(sealed_file(given))
+            shared = (write, rule, *files.values())
+            self._process = subprocess.Popen(words, pass_fds=shared, **options)
 
     def __enter__(self) -> "Process":
         return self

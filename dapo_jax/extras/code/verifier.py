@@ -1,6 +1,6 @@
 """Verifier of programs: the last fenced block of a response, run with the tests of its row.
 
-Programs run in `runtime.sandbox`. What is expected stays outside: the output of a program or of its
+Programs run in a `sandbox`. What is expected stays outside: the output of a program or of its
 functions is compared in this process, and asserts run in a sandbox without the program.
 """
 
@@ -146,7 +146,7 @@ def run_code(code: str, tests: Tests, seconds: float, every: bool) -> Result:
     Raises:
         SandboxError, ConfigError: a sandbox failed.
     """
-    run = _Run({"program": code.encode("utf-8", "replace")}, seconds)
+    run = _Run(code, seconds)
     if not tests.outputs:
         return run.asserts(tests.inputs)
     return run.calls(tests) if tests.function else run.outputs(tests, every)
@@ -155,12 +155,10 @@ def run_code(code: str, tests: Tests, seconds: float, every: bool) -> Result:
 class _Run:
     """Sandboxes of one program, with a common deadline."""
 
-    def __init__(self, files: dict[str, bytes], seconds: float):
-        self._files, self._seconds = files, seconds
-        self._python = sandbox.find_python()
-        self._open = functools.partial(
-            Process, python=self._python, deadline=time.monotonic() + WALL_FACTOR * seconds
-        )
+    def __init__(self, code: str, seconds: float):
+        self._files, self._seconds = {"program": code.encode("utf-8", "replace")}, seconds
+        deadline = time.monotonic() + WALL_FACTOR * seconds
+        self._open = functools.partial(Process, python=sandbox.find_python(), deadline=deadline)
 
     def _driver(self, role: str, files: dict[str, bytes]) -> Program:
         command = ["python", "/code/driver", role]
@@ -168,12 +166,8 @@ class _Run:
 
     def _feed(self, program: Program, given: bytes, limit: int) -> tuple[bytes, Process]:
         """Return a program's output on an input, and its ended process."""
-        descriptor = sandbox.sealed_file(given)
-        try:
-            with self._open(program, stdin=descriptor, stdout=subprocess.PIPE) as process:
-                return process.read(limit), process
-        finally:
-            os.close(descriptor)
+        with self._open(program, stdin=given, stdout=subprocess.PIPE) as process:
+            return process.read(limit), process
 
     def outputs(self, tests: Tests, every: bool) -> Result:
         """Run the program once per input, and compare what it prints."""
