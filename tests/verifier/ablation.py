@@ -37,22 +37,19 @@ class Pattern:
 
     def __init__(self, place: str, pattern: re.Pattern):
         self._number, self._pattern = len(RULES), pattern
+        self._never = re.compile("(?!)" if isinstance(pattern.pattern, str) else b"(?!)")
         RULES.append(f"{place}\t{pattern.pattern!s:.110}")
 
     def __getattr__(self, name: str):
-        function = getattr(self._pattern, name)
         if name not in CALLS:
-            return function
+            return getattr(self._pattern, name)
 
         def call(*arguments, **options):
-            text = arguments[1] if name in ("sub", "subn") else arguments[0]
-            if self._number == off:
-                return {"sub": text, "subn": (text, 0), "split": [text], "finditer": iter(())}.get(
-                    name, [] if name == "findall" else None
-                )
+            text = arguments[name in ("sub", "subn")]
             if self._number not in held and self._pattern.search(text):
                 held.add(self._number)
-            return function(*arguments, **options)
+            pattern = self._never if self._number == off else self._pattern
+            return getattr(pattern, name)(*arguments, **options)
 
         return call
 
@@ -68,17 +65,13 @@ class Switches(ast.NodeTransformer):
         arguments = [ast.Constant(len(RULES) - 1), node]
         return ast.copy_location(ast.Call(ast.Name("_rule", ast.Load()), arguments, []), node)
 
-    def visit_If(self, node: ast.If) -> ast.If:
+    def visit_If(self, node: ast.If | ast.IfExp) -> ast.If | ast.IfExp:
         self.generic_visit(node)
         if not isinstance(node.test, ast.BoolOp):
             node.test = self._switch(node.test)
         return node
 
-    def visit_IfExp(self, node: ast.IfExp) -> ast.IfExp:
-        self.generic_visit(node)
-        if not isinstance(node.test, ast.BoolOp):
-            node.test = self._switch(node.test)
-        return node
+    visit_IfExp = visit_If
 
     def visit_BoolOp(self, node: ast.BoolOp) -> ast.BoolOp:
         self.generic_visit(node)

@@ -10,6 +10,7 @@ Exit code 1 for failures.
 """
 
 import argparse
+import collections
 import itertools
 import json
 import pathlib
@@ -17,7 +18,6 @@ import random
 import statistics
 import time
 from collections.abc import Iterator
-from typing import NamedTuple
 
 from dapo_jax.extras.math.algebra_process import WORKER, verify
 from dapo_jax.extras.math.verifier import Question, Settings
@@ -27,133 +27,76 @@ SECONDS = 60.0  # of a verdict, after which its worker is killed
 RESTATED = pathlib.Path(__file__).with_name("unfinished_answers.jsonl")
 
 
-class Gold(NamedTuple):
-    """An answer. kind: 'number' (a real constant), 'formula' (with a variable), or 'other'."""
-
-    text: str
-    kind: str
-
-
-def golds(count: int, seed: int = 0) -> list[Gold]:
-    """Answers of all kinds, as many of each, none twice."""
-    rng = random.Random(seed)
-    shapes = [
-        (kind, shape)
-        for kind, found in {
-            "number": r"A|-A|\frac{A}{B}|A.B|A\sqrt{B}|\frac{A\pi}{B}|A+\sqrt{B}|\sqrt[3]{B}|A\%|"
-            r"10^{A}|\ln B|e^{A}|A^\circ|\log_2 B|\frac{A-\sqrt{B}}{C}|A!|\binom{B}{2}|2^{B}|\$A|"
-            r"A\text{ cm}|\sin A|\arctan\frac{A}{B}|\sqrt{A+\sqrt{B}}|A\pi+B",
-            "formula": r"x^2+Ax+B|Ax-B|\frac{A}{x+B}|A\sqrt{x}+B|\frac{n(n+A)}{B}|2^n+A|A\sin x+B|"
-            r"e^{Ax}|(x+A)(x-B)|A-x|x^2-B|\lfloor\frac{n}{A}\rfloor|\frac{x-A}{x^2+B}|a^2+Ab",
-            "other": r"(A,B)|\{A,B\}|[A,\infty)|(-\infty,A)\cup(B,\infty)|x=A|y=Ax+B|x\ge A|"
-            r"\begin{pmatrix}A\\B\end{pmatrix}|\text{Monday A}|A\pm\sqrt{B}|A+Bi|x^2+y^2=A",
-        }.items()
-        for shape in found.split("|")
-    ]
-    seen: dict[str, Gold] = {}
-    for kind, shape in itertools.cycle(shapes):
-        a, b, c = rng.randrange(2, 90), rng.randrange(91, 400), rng.randrange(2, 9)
-        text = shape.replace("A", str(a)).replace("B", str(b)).replace("C", str(c))
-        seen.setdefault(text, Gold(text, kind))
-        if len(seen) == count:
-            return list(seen.values())
-    raise AssertionError
-
-
 def _table(name: str) -> list[str]:
-    """The expressions of `attack_verifier.txt` below that name."""
+    """Return the lines of `attack_verifier.txt` below that name."""
     text = pathlib.Path(__file__).with_suffix(".txt").read_text()
     return text.split(f"== {name}\n")[1].split("\n== ")[0].strip().splitlines()
 
 
+def golds(count: int, seed: int = 0) -> dict[str, str]:
+    """Return answers and their kinds: 'number' (a constant), 'formula' (with letters), 'other'."""
+    rng, found = random.Random(seed), {}
+    for line in itertools.cycle(_table("golds")):
+        kind, _, shape = line.partition(" ")
+        a, b, c = rng.randrange(2, 90), rng.randrange(91, 400), rng.randrange(2, 9)
+        text = shape.replace("A", str(a)).replace("B", str(b)).replace("C", str(c))
+        found.setdefault(text, kind)
+        if len(found) == count:
+            break
+    return found
+
+
 def attacks() -> Iterator[tuple[str, str, str]]:
-    """(family, kind of golds it is for ('' for all), text)."""
-    for tiny in _table("tiny"):
-        yield "a tiny number", "", tiny
-        yield "gold and a tiny number", "number formula", rf"GOLD+({tiny})"
-        yield "gold times nearly 1", "number formula", rf"(GOLD)(1+({tiny}))"
-    for zero in _table("zeros"):
-        yield "zero over zero", "", rf"\frac{{{zero}}}{{{zero}}}"
-        yield "gold over a hidden zero", "", rf"GOLD+\frac{{0}}{{{zero}}}"
-        yield "hidden zeros around gold", "number formula", rf"\frac{{({zero})(GOLD)}}{{{zero}}}"
-        yield "a power of a hidden zero", "", rf"({zero})^{{-1}}"
-    for step in _table("steps"):
-        if "T" not in step:
-            yield "a floor", "number formula", rf"GOLD+({step})"
-    for corner in _table("corners"):
-        yield "a corner", "number formula", rf"GOLD+({corner})"
-        yield "a corner alone", "", corner
-    for vanishing in _table("vanishing"):
-        yield "zero at many points", "number formula", rf"GOLD+({vanishing})"
-    for expensive in _table("expensive"):
-        yield "expensive", "", expensive
-        yield "expensive beside gold", "number formula", rf"GOLD+({expensive})"
-    for text in _table("candidates"):
-        yield "candidates", "", text
-    yield "candidates", "number formula", "GOLD GOLD"
-    for text in _table("notations"):  # each is gold only in a reading that it does not have
-        yield "notations", "number formula", text
+    """Yield (family, kind of golds it is for ('' for all), text)."""
+    for line in _table("attacks"):
+        table, family, kinds, template = line.split(" | ")
+        for text in _table(table):
+            yield family, kinds.strip("-"), template.replace("TEXT", text)
 
 
-class _Tally:
-    """A row per family, and (family, response, gold) of all that was accepted."""
-
-    def __init__(self, worker: RestartingWorker):
-        self.rows: dict[str, dict] = {}
-        self.accepted: list[tuple[str, str, str]] = []
-        self._worker = worker
-
-    def judge(self, family: str, answer: str, gold: str, problem: str | None = None) -> None:
-        """Counts an answer; with its problem, it also has to be finished to be accepted."""
-        empty = {"attacks": 0, "accepted": 0, "undecided": 0, "seconds": []}
-        row = self.rows.setdefault(family, empty)
-        unfinished = "right" if problem is None else "wrong"
-        response, started = rf"\boxed{{{answer} }}", time.perf_counter()
-        settings = Settings("math", unfinished=unfinished)
-        question = Question(response, gold, problem or "")
-        (result,) = verify(self._worker, settings, [question], SECONDS)
-        if isinstance(result, Exception):
-            raise result
-        row["seconds"].append(time.perf_counter() - started)
-        row["undecided"] += result.decided == "undecided"
-        row["attacks"] += 1
-        row["accepted"] += result.correct
-        if result.correct:
-            self.accepted.append((family, answer, gold))
+def judge(worker: RestartingWorker, answer: str, gold: str, problem: str | None) -> tuple:
+    """Return the result for an answer, which has to be finished if there is a problem; seconds."""
+    settings = Settings("math", unfinished="right" if problem is None else "wrong")
+    question = Question(rf"\boxed{{{answer} }}", gold, problem or "")
+    started = time.perf_counter()
+    (result,) = verify(worker, settings, [question], SECONDS)
+    if isinstance(result, Exception):
+        raise result
+    return result, time.perf_counter() - started
 
 
-def run(gold_count: int, every: int, worker: RestartingWorker) -> tuple[list[dict], list[tuple]]:
-    """Rows and accepted attacks of a `_Tally`."""
-    tally = _Tally(worker)
-    pairs = itertools.product(attacks(), golds(gold_count))
-    for number, ((family, kinds, text), gold) in enumerate(pairs):
-        if number % every == 0 and (not kinds or gold.kind in kinds):
-            tally.judge(family, text.replace("GOLD", gold.text), gold.text)
-    for line in RESTATED.read_text().splitlines():
-        row = json.loads(line)
+def questions(gold_count: int, every: int) -> Iterator[tuple[str, str, str, str | None]]:
+    """Yield (family, answer, gold, problem) of attacks, then of restated problems."""
+    pairs = itertools.product(attacks(), golds(gold_count).items())
+    for (family, kinds, text), (gold, kind) in itertools.islice(pairs, 0, None, every):
+        if not kinds or kind in kinds:
+            yield family, text.replace("GOLD", gold), gold, None
+    for row in map(json.loads, RESTATED.read_text().splitlines()):
         for answer in row["answers"]:
-            tally.judge(f"restated: {row['family']}", answer, row["gold"], row["problem"])
-    return [{"family": family} | row for family, row in tally.rows.items()], tally.accepted
+            yield f"restated: {row['family']}", answer, row["gold"], row["problem"]
 
 
 def main() -> int:
-    """The exit code: 1 where an attack was accepted or a worker killed."""
+    """Return the exit code: 1 if an attack was accepted or a worker killed."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--golds", type=int, default=300)
     parser.add_argument("--every", type=int, default=1, help="only every so many-th pair")
     arguments = parser.parse_args()
-    worker = RestartingWorker(WORKER)
-    # The process starts before the first attack is timed.
-    verify(worker, Settings("math"), [Question("x", "y")], SECONDS)
-    rows, accepted = run(arguments.golds, arguments.every, worker)
-    names = "attacks accepted undecided".split()
-    print("| family | " + " | ".join(names) + " | median ms | worst ms |\n" + "|---" * 6 + "|")
-    for row in rows:
-        counts = " | ".join(str(row[name]) for name in names)
-        median, worst = statistics.median(row["seconds"]), max(row["seconds"])
-        print(f"| {row['family']} | {counts} | {1e3 * median:.2f} | {1e3 * worst:.0f} |")
-    total = {name: sum(row[name] for row in rows) for name in names}
-    print(json.dumps(total | {"golds": arguments.golds, "killed": worker.kills}))
+    worker, families, accepted = RestartingWorker(WORKER), collections.defaultdict(list), []
+    judge(worker, "x", "y", None)  # the process starts before the first attack is timed
+    for family, *question in questions(arguments.golds, arguments.every):
+        result, seconds = judge(worker, *question)
+        families[family].append((result.correct, result.decided == "undecided", seconds))
+        accepted += [(family, *question[:2])] if result.correct else []
+    print("| family | attacks | accepted | undecided | median ms | worst ms |\n" + "|---" * 6 + "|")
+    for family, rows in families.items():
+        correct, undecided, seconds = zip(*rows, strict=True)
+        times = f"{1e3 * statistics.median(seconds):.2f} | {1e3 * max(seconds):.0f}"
+        print(f"| {family} | {len(rows)} | {sum(correct)} | {sum(undecided)} | {times} |")
+    every = [row for rows in families.values() for row in rows]
+    counts = {"attacks": len(every), "accepted": len(accepted), "killed": worker.kills}
+    counts |= {"undecided": sum(row[1] for row in every), "golds": arguments.golds}
+    print(json.dumps(counts))
     for family, response, gold in accepted[:40]:
         print(f"ACCEPTED {family}: {response} for {gold}")
     worker.close()

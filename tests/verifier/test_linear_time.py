@@ -29,29 +29,21 @@ PIECES = [piece.replace("~", " ") for piece in (*PIECES, "\t")] + ["~"]
 def patterns(value) -> Iterator[re.Pattern]:
     if isinstance(value, re.Pattern):
         yield value
-    elif isinstance(value, list | tuple):
-        for item in value:
+    elif isinstance(value, list | tuple | dict):
+        for item in value.values() if isinstance(value, dict) else value:
             yield from patterns(item)
-    elif isinstance(value, dict):
-        yield from patterns(list(value.values()))
 
 
-def modules() -> Iterator:
-    yield functions
-    yield builtin
-    for module in pkgutil.iter_modules(dapo_jax.extras.math.__path__):
-        yield importlib.import_module(f"dapo_jax.extras.math.{module.name}")
-
-
+OWN = [module.name for module in pkgutil.iter_modules(dapo_jax.extras.math.__path__)]
+MODULES = {name: importlib.import_module(f"dapo_jax.extras.math.{name}") for name in OWN}
+MODULES |= {"functions": functions, "builtin": builtin}
 PATTERNS = {
-    f"{module.__name__.split('.')[-1]}.{name}.{i}": pattern
-    for module in modules()
-    for name, value in vars(module).items()
+    f"{module}.{name}.{i}": pattern
+    for module in MODULES
+    for name, value in vars(MODULES[module]).items()
     for i, pattern in enumerate(patterns(value))
 }
-
-
-SOURCES = {module.__name__.split(".")[-1]: inspect.getsource(module) for module in modules()}
+SOURCES = {name: inspect.getsource(module) for name, module in MODULES.items()}
 LONGEST = {"units._PLAIN_TAIL.0": units.LONGEST_WITH_UNIT}  # characters that reach a pattern
 
 
