@@ -43,24 +43,21 @@ _ASKED_KIND = re.compile(
     r"\b(percent|mixed|scientific|decimal|fraction)",
     re.IGNORECASE,
 )
-_ASKS_NO_PERCENT = re.compile(
-    r"\b(?:as|to|write|into) (?:an?|the)? ?(?:[a-z]+ )?(?:fraction|decimal)", re.IGNORECASE
-)
-_KINDS = (  # of numerals, by marks in their compact text
-    ("percent", re.compile(r".*%")),
-    ("mixed", re.compile(r"-?\d+(?:\\frac| \d+/)")),
-    ("fraction", re.compile(r".*(?:\\frac|/)")),
-    (
-        "scientific",
-        re.compile(
-            r"-?(?:[1-9](?:\.\d+)?(?:\\times|\\cdot|\*))?10\^\{?[-+]?\d{1,4}\}?$"
-            r"|-?[1-9](?:\.\d+)?[eE][-+]?\d{1,4}$"
-        ),
-    ),
-    ("repeating", re.compile(r".*(?:\\overline|\\bar|\\dot|\()")),
-    ("power", re.compile(r".*[\^!]|[-\d.]+[eE]")),
-    ("decimal", re.compile(r".*\.\d*[1-9]")),
-)
+# Kinds of numerals, by the beginning of their compact text.
+_TABLE = r"""
+    percent .*%
+    mixed -?\d+(?:\\frac| \d+/)
+    fraction .*(?:\\frac|/)
+    scientific -?(?:[1-9](?:\.\d+)?(?:\\times|\\cdot|\*))?10\^\{?[-+]?\d{1,4}\}?$
+    scientific -?[1-9](?:\.\d+)?[eE][-+]?\d{1,4}$
+    repeating .*(?:\\overline|\\bar|\\dot|\()
+    power .*[\^!]|[-\d.]+[eE]
+    decimal .*\.\d*[1-9]
+"""
+_KINDS = [
+    (kind, re.compile(pattern))
+    for kind, _, pattern in (line.strip().partition(" ") for line in _TABLE.strip().splitlines())
+]
 _BASE, MAX_DIVISOR = re.compile(r"(?<![\^{\d.])\d{1,9}(?![\d.])"), 1_000
 
 
@@ -120,10 +117,8 @@ def _has_other_kind(mine: str, gold: str, problem: str) -> bool:
         return False
     if own == "repeating" and 10**400 % value.denominator == 0:  # 0.999...
         return True
-    if own == "percent" and _ASKS_NO_PERCENT.search(problem):
-        return True
-    named = _ASKED_KIND.search(problem)
-    if named and named[1].lower() == wanted and read_number(gold) is not None:
+    asked = named[1].lower() if (named := _ASKED_KIND.search(problem)) else ""
+    if asked and (own == "percent" != asked or asked == wanted and read_number(gold) is not None):
         return True
     if own != "scientific" and not _ASKS_SPELLING.search(problem):
         return False
@@ -142,11 +137,6 @@ def _has_other_measure(mine: str, gold: str, problem: str) -> bool:
     return bool(split_unit(mine)[1] == "radian" and asks_degrees and not asks_radians)
 
 
-def _has_composite(text: str) -> bool:
-    numbers = map(int, _BASE.findall(text.rpartition("=")[2]))
-    return any(n < 2 or any(n % k == 0 for k in range(2, min(n, MAX_DIVISOR))) for n in numbers)
-
-
 def _exceeds(*names: str) -> Callable[[Form, Form], bool]:
     """Return a test for more of some operations than gold has."""
     return lambda mine, gold: any((mine.operations - gold.operations)[name] for name in names)
@@ -162,22 +152,18 @@ def _is_factored_less(mine: Form, gold: Form) -> bool:
 
 
 # What a problem can ask for, and tests for an answer that lacks it though gold has it.
-_ASKED_FORMS = [
-    (re.compile(pattern), lacks)
-    for pattern, lacks in (
-        (r"\bexpand|multiply out|distribut|standard form", _exceeds("unexpanded")),
-        (r"\bmultipl|product of|\bsquare\b", lambda mine, gold: _is_sum_of_product(gold, mine)),
-        (r"\bfactor(?:i[sz]e)?\b(?! of)|(?:vertex|standard) form|complet", _is_factored_less),
-        (r"rationali[sz]e", _exceeds("root below")),
-        (r"simplify|\bcombine|(?:single|one) fraction", _exceeds("below")),
-        (r"(?:one|single) logarithm|\bevaluate\b|\bsimplify\b", _exceeds("log")),
-        (r"\bform\b", _exceeds("0 sides", "1 sides", "2 sides")),
-        (
-            r"simplif|\b(?:re)?write\b|\bexpress\b|\breduce",
-            _exceeds("root", "abs", "factorial", "exp", *"sin cos tan cot sec csc".split()),
-        ),
-    )
-]
+_FUNCTIONS = "root abs factorial exp sin cos tan cot sec csc".split()
+_LACKS = {
+    r"\bexpand|multiply out|distribut|standard form": _exceeds("unexpanded"),
+    r"\bmultipl|product of|\bsquare\b": lambda mine, gold: _is_sum_of_product(gold, mine),
+    r"\bfactor(?:i[sz]e)?\b(?! of)|(?:vertex|standard) form|complet": _is_factored_less,
+    r"rationali[sz]e": _exceeds("root below"),
+    r"simplify|\bcombine|(?:single|one) fraction": _exceeds("below"),
+    r"(?:one|single) logarithm|\bevaluate\b|\bsimplify\b": _exceeds("log"),
+    r"\bform\b": _exceeds("0 sides", "1 sides", "2 sides"),
+    r"simplif|\b(?:re)?write\b|\bexpress\b|\breduce": _exceeds(*_FUNCTIONS),
+}
+_ASKED_FORMS = [(re.compile(pattern), lacks) for pattern, lacks in _LACKS.items()]
 
 
 def is_unfinished(decision: Decision, problem: str) -> bool:
@@ -189,8 +175,10 @@ def is_unfinished(decision: Decision, problem: str) -> bool:
         return False
     if _has_other_measure(text, gold, problem):
         return True
-    if "prime" in problem and _ASKS_PRIMES.search(problem) and _has_composite(text):
-        return True
+    if "prime" in problem and _ASKS_PRIMES.search(problem):
+        numbers = map(int, _BASE.findall(text.rpartition("=")[2]))
+        if any(n < 2 or any(n % k == 0 for k in range(2, min(n, MAX_DIVISOR))) for n in numbers):
+            return True
     left, done = (
         Counter(step for pair in decision.compared for f in _forms(pair[side]) for step in f.steps)
         for side in (0, 1)

@@ -94,9 +94,8 @@ class _Comparison:
 
     def _sorted(self, node: Node) -> tuple[Node, ...]:
         """Return assignments in the order of the problem's tuple of their variables, or of abc."""
-        pairs = {
-            names.compact(pair[0]): item for item in node.items if (pair := names.assigned(item))
-        }
+        assigned = [(names.assigned(item), item) for item in node.items]
+        pairs = {names.compact(pair[0]): item for pair, item in assigned if pair}
         for match in _TUPLE.finditer(self._problem.text):
             order = [names.compact(name) for name in match[1].split(",")]
             if set(order) == pairs.keys():
@@ -170,14 +169,10 @@ class _Comparison:
         """Compare numbers, ratios, codes and dates; None if that does not decide."""
         ours, theirs = numerals.read_literal(mine), numerals.read_literal(gold)
         kinds = {ours and ours.kind, theirs and theirs.kind}
-        if ours and theirs and kinds == {"ratio"}:
-            is_clock = _CLOCK.fullmatch(gold) is not None
-            return ours == theirs or not is_clock and numerals.same_ratio(ours.value, theirs.value)
-        if ours and theirs and kinds == {"ratio", "number"}:
-            terms, number = (ours.value, theirs.value)[:: 1 if ours.kind == "ratio" else -1]
+        if ours and theirs and "ratio" in kinds and kinds <= {"ratio", "number"}:
             is_fraction = "/" in mine + gold or r"\frac" in mine + gold
-            is_fraction &= len(terms) == 2 and terms[1] != 0 and not _CLOCK.fullmatch(gold)
-            return is_fraction and terms[0] == number * terms[1]
+            is_free = (is_fraction or kinds == {"ratio"}) and not _CLOCK.fullmatch(gold)
+            return ours == theirs or is_free and numerals.same_ratio(ours, theirs)
         return ours == theirs if len(kinds) == 1 and ours or "written" in kinds else None
 
     def _same_digits(self, mine: str, gold: str) -> bool:
@@ -362,18 +357,13 @@ def _is_same(comparison: _Comparison, mine: str, gold: Node, problem: Problem) -
             return own is not None and own[1].upper() == choice[1]
     if comparison.whole(mine, gold) or _same_choice(comparison, mine, gold):
         return True
-    own, wanted = (
-        conditions.split_condition(conditions.without_label(mine, problem)),
-        conditions.split_condition(gold.text),
-    )
-    if own.text == mine and wanted.text == gold.text:
+    own = conditions.split_condition(conditions.without_label(mine, problem))
+    wanted = conditions.split_condition(gold.text)
+    if (own.text, wanted.text) == (mine, gold.text) or len({own.members, wanted.members, ""}) > 2:
         return False
-    if own.members and wanted.members and own.members != wanted.members:
-        return False
-    if own.relation != wanted.relation and not (
-        conditions.is_harmless(own, problem) and conditions.is_harmless(wanted, problem)
-    ):
-        return False
+    if own.relation != wanted.relation:
+        if not all(conditions.is_harmless(each, problem) for each in (own, wanted)):
+            return False
     return comparison.whole(conditions.with_letter_of(own, wanted), read(wanted.text))
 
 

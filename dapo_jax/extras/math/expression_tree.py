@@ -259,12 +259,6 @@ def nodes(tree: Tree) -> Iterator[Tree]:
         waiting.extend(node.parts)
 
 
-def is_root(tree: Tree) -> bool:
-    """Test for a power that is no integer's."""
-    is_number = tree.kind == "power" and tree.parts[1].kind == "number"
-    return is_number and tree.parts[1].value.q > 1
-
-
 def symbols(tree: Tree) -> set[str]:
     """Return the names of the variables of a tree."""
     return {node.value for node in nodes(tree) if node.kind == "symbol"}

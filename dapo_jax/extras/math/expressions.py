@@ -48,6 +48,7 @@ _COMMANDS = set(FUNCTIONS) | {"pi", "infinity", "inf"}
 _FUNCTION_NAMES = {"f", "F", "Gamma", "zeta", "phi", "psi"}  # before any bracket
 _CONSTANTS = {"pi": trees.PI, **dict.fromkeys(("infty", "infinity", "inf"), trees.INFINITY)}
 _BARS = {"|": "|", r"\|": r"\|", r"\lfloor": r"\rfloor", r"\lceil": r"\rceil"}
+_OF_BARS = {r"\lfloor": "floor", r"\lceil": "ceiling"}
 _TIMES = {"*", r"\times", r"\cdot"}
 _BOUND = {"sum": "total", "prod": "times", "int": "integral"}  # bind a variable
 _OF_SEVERAL = {"max", "min", "gcd"}
@@ -78,12 +79,6 @@ def tokens_of(text: str) -> list[str]:
         if len(tokens) > MAX_TOKENS:
             raise Refused("too long")
     return tokens
-
-
-def _rational(literal: str) -> Tree:
-    """Return a number as written, `1,234.5` or `.5`."""
-    whole, _, behind = literal.replace(",", "").partition(".")
-    return trees.number(fmpq(int(whole + behind), 10 ** len(behind)))
 
 
 class _Parser:
@@ -268,25 +263,21 @@ class _Parser:
         if _is_digits(token):
             if len(token) > MAX_DIGITS:
                 raise Refused("a long number")
-            literal = _rational(token)
+            whole, _, behind = token.replace(",", "").partition(".")  # 1,234.5 or .5
+            literal = trees.number(fmpq(int(whole + behind), 10 ** len(behind)))
             return literal if self._folds else literal._replace(kind="numeral")
         if token in ("(", "{", "["):
             return self._group(")}]"["({[".index(token)])
         if token in _BARS:
-            return self._bars_of(token)
+            self._bars.append(_BARS[token])
+            inside = self._sum()
+            self._take(self._bars.pop())
+            return Tree(_OF_BARS.get(token, "abs"), (inside,))
         if token.startswith("\\"):
             return self._command(token[1:])
         if token.isalpha() and token.isascii():
             return self._letter(token)
         raise Refused(f"unexpected {token}")
-
-    def _bars_of(self, token: str) -> Tree:
-        end = _BARS[token]
-        self._bars.append(end)
-        value = self._sum()
-        self._bars.pop()
-        self._take(end)
-        return Tree({r"\lfloor": "floor", r"\lceil": "ceiling"}.get(token, "abs"), (value,))
 
     def _letter(self, name: str) -> Tree:
         if self._accept("_"):

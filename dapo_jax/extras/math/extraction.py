@@ -39,10 +39,10 @@ class Extraction(NamedTuple):
     end: int = 0  # of the marker of a label
 
 
-def closing_brace(text: str, start: int, end: int) -> int:
+def closing_brace(text: str, start: int) -> int:
     """Return the index of the brace that closes the group with content at `start`, or -1."""
     depth = 1
-    for match in _BRACE.finditer(text, start, end):
+    for match in _BRACE.finditer(text, start, start + LONGEST_ANSWER):
         if match[0] == "{":
             depth += 1
         elif match[0] == "}":
@@ -60,19 +60,15 @@ def _last_box(text: str) -> Extraction | None:
             if (bare := _BARE_BOXED.match(text, start, start + LONGEST_ANSWER)) is not None:
                 return Extraction(bare[0], "box")
             continue
-        if (close := _end_of_group(text, start)) < 0:
+        if (close := closing_brace(text, start + 1)) < 0:
             cut_off = len(text) <= start + 1 + LONGEST_ANSWER
             return Extraction(None, "truncated_box" if cut_off else "too_long")
         if text[start + 1 : close].strip():
             outer = starts[place - 1] if place else start
-            around = _end_of_group(text, outer) if text[outer] == "{" else -1
+            around = closing_brace(text, outer + 1) if text[outer] == "{" else -1
             first, end = (outer, around) if around > close else (start, close)
             return Extraction(text[first + 1 : end], "box")
     return Extraction(None, "no_marker") if starts else None
-
-
-def _end_of_group(text: str, start: int) -> int:
-    return closing_brace(text, start + 1, start + 1 + LONGEST_ANSWER)
 
 
 def _last_tag(text: str) -> Extraction | None:

@@ -235,7 +235,7 @@ _WRAPPING_COMMANDS = ("boxed", "fbox", "text", "mathbf", "ensuremath", "bf", "rm
 
 def _balanced(text: str) -> bool:
     """Test that braces close in order and the first never closes before the end."""
-    return closing_brace(text + "}", 0, len(text) + 1) == len(text)
+    return closing_brace(text + "}", 0) == len(text)
 
 
 def unwrap(text: str) -> str:

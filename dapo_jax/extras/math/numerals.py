@@ -20,6 +20,7 @@ _DECIMAL = rf"(?:(?:{_INTEGER})(?:\.\d*)?|\.\d+)"
 _SIGN = r"(?:[-+] ?)?"
 _TERM = _SIGN + _DECIMAL
 _PART = re.compile(_TERM, re.ASCII)
+_SIGNED = re.compile(r"([-+]?) *([^-+ ].*?) *(%?)", re.DOTALL)
 _REPEATING = re.compile(
     r"(\d*)\.(\d*)(?:\\(?:overline|bar|dot) ?\{ ?(\d+) ?\}|\\(?:overline|bar|dot) ?(\d)|\((\d+)\))",
     re.ASCII,
@@ -87,17 +88,10 @@ _BASES |= {"0b": 2, "0o": 8, "0x": 16} | VALUES
 
 def read_number(text: str) -> Fraction | None:
     """Return the value of a plain numeral in normalised text; None for anything else."""
-    if len(text) > LONGEST_NUMERAL or not text:
+    match = _SIGNED.fullmatch(text) if len(text) <= LONGEST_NUMERAL else None
+    if match is None or (value := _magnitude(match[2])) is None:
         return None
-    percent = text.endswith("%")
-    body = text.removesuffix("%").strip()
-    negative = body.startswith(("-", "+"))
-    rest = body[1:].lstrip() if negative else body
-    if rest.startswith(("-", "+")):
-        return None
-    if (value := _magnitude(rest)) is None:
-        return None
-    return value * (-1 if body.startswith("-") else 1) / (100 if percent else 1)
+    return value * (-1 if match[1] == "-" else 1) / (100 if match[3] else 1)
 
 
 def read_digits(text: str) -> tuple[str, int] | None:
@@ -132,8 +126,9 @@ def read_literal(text: str) -> Literal | None:
     return Literal("code", re.sub("[{}]", "", text)) if _CODE.fullmatch(text) else None
 
 
-def same_ratio(mine: tuple[int, ...], gold: tuple[int, ...]) -> bool:
-    """Test the equality of ratios, as 2:4:6 and 1:2:3."""
-    if len(mine) != len(gold) or not all(mine + gold):
+def same_ratio(mine: Literal, gold: Literal) -> bool:
+    """Test the equality of ratios, as 2:4:6 and 1:2:3; a number is a ratio to 1."""
+    a, b = (each.value if each.kind == "ratio" else (each.value, 1) for each in (mine, gold))
+    if len(a) != len(b) or not a[-1] * b[-1]:
         return False
-    return len({Fraction(*pair) for pair in zip(mine, gold, strict=True)}) == 1
+    return all(x * b[-1] == y * a[-1] for x, y in zip(a, b, strict=True))

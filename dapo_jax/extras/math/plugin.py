@@ -9,12 +9,11 @@ from dapo_jax.extras.math.answer_shape import read
 from dapo_jax.extras.math.equivalence import LONGEST_COMPARED, gold_answer
 from dapo_jax.extras.math.expression_tree import Refused
 from dapo_jax.extras.math.expressions import parse
-from dapo_jax.extras.math.minerva import spelling
 from dapo_jax.extras.math.names import has_words
 from dapo_jax.extras.math.normalisation import FORBIDDEN, normalise
 from dapo_jax.extras.math.numerals import read_integer, read_number
 from dapo_jax.extras.math.units import split_unit
-from dapo_jax.extras.math.verifier import BY_VALUE, Question, Settings
+from dapo_jax.extras.math.verifier import BY_VALUE, Question, Settings, spelling
 from dapo_jax.rewards.functions import ResponseCall
 from dapo_jax.rewards.verifying import Reading, Verifying, Workers, verdict_of
 from dapo_jax.runtime.workers.parent import RestartingWorker

@@ -1,29 +1,18 @@
 """Exact arithmetic: fractions of polynomials over the rational numbers."""
 
 import math
-from typing import NamedTuple
 
 from flint import Ordering, fmpq, fmpq_mpoly, fmpq_mpoly_ctx
 
 from dapo_jax.extras.math import expression_tree as trees
-from dapo_jax.extras.math.expression_tree import Budget, NoValue, Refused, Tree, Undecided, number
+from dapo_jax.extras.math.expression_tree import Budget, NoValue, Tree, Undecided, number
 
 MAX_GENERATORS = 16
 SHARE = 4  # of the budget, for one exact comparison: beyond, balls at points are cheaper
 Poly = fmpq_mpoly
+Fraction = tuple[Poly, Poly]  # not in lowest terms; the second one is not zero
 _RING = fmpq_mpoly_ctx.get(("g", MAX_GENERATORS), Ordering.lex)
 _GENERATORS, _ONE = _RING.gens(), _RING.constant(fmpq(1))
-
-
-class NotRational(Refused):
-    """Expression that is no fraction of polynomials, as sqrt(x)."""
-
-
-class Fraction(NamedTuple):
-    """Fraction of polynomials, not in lowest terms; `below` is not zero."""
-
-    above: Poly
-    below: Poly
 
 
 class RationalFunctions:
@@ -46,25 +35,25 @@ class RationalFunctions:
         self._budget.spend(_size(a) * _size(b))
         return a * b
 
-    def _power(self, a: Fraction, n: int) -> Fraction:
-        if n < 0 and not a.above:
+    def _power(self, fraction: Fraction, n: int) -> Fraction:
+        above, below = fraction if n >= 0 else fraction[::-1]
+        if not below:
             raise NoValue("division by zero")
-        above, below = a if n > 0 else a[::-1]
         n = abs(n)
         for poly in (above, below):
             self._budget.spend(_size(poly) * n * math.comb(len(poly) + n - 1, n))
-        return Fraction(above**n, below**n)
+        return above**n, below**n
 
     def read(self, tree: Tree) -> Fraction:
         """Return the fraction that a tree describes.
 
         Raises:
-            NotRational: it is no rational function.
+            Undecided: it is no rational function, or too large.
             NoValue: it is divided by zero.
         """
         self._budget.spend(2)
         if tree.kind == "number":
-            return Fraction(_ONE * tree.value, _ONE)
+            return _ONE * tree.value, _ONE
         if tree.kind == "symbol" or self._opaque and not trees.symbols(tree):
             return self._variable(tree)
         if tree.kind == "power" and tree.parts[1].whole is not None:
@@ -77,20 +66,19 @@ class RationalFunctions:
                 result = self._add(result, part)
             else:
                 up, down = part if tree.kind == "product" else self._power(part, -1)
-                result = Fraction(self.times(result.above, up), self.times(result.below, down))
+                result = self.times(result[0], up), self.times(result[1], down)
         return result
 
     def _variable(self, tree: Tree) -> Fraction:
         place = self.generators.setdefault(tree, len(self.generators))
         if place >= MAX_GENERATORS or tree.kind != "symbol" and not self._opaque:
-            raise NotRational(tree.kind)
-        return Fraction(_GENERATORS[place], _ONE)
+            raise Undecided(f"no rational function: {tree.kind}")
+        return _GENERATORS[place], _ONE
 
     def _add(self, a: Fraction, b: Fraction) -> Fraction:
-        if a.below == b.below:
-            return Fraction(a.above + b.above, a.below)
-        above = self.times(a.above, b.below) + self.times(b.above, a.below)
-        return Fraction(above, self.times(a.below, b.below))
+        if a[1] == b[1]:
+            return a[0] + b[0], a[1]
+        return self.times(a[0], b[1]) + self.times(b[0], a[1]), self.times(a[1], b[1])
 
     def split(self, poly: Poly) -> list[Poly]:
         """Return the irreducible factors of a polynomial, each once."""
@@ -122,9 +110,9 @@ def same_rational(mine: Tree, gold: Tree, budget: Budget) -> bool | None:
     share = Budget(given)
     try:
         field = RationalFunctions(share)
-        a, b = field.read(mine), field.read(gold)
-        return field.times(a.above, b.below) == field.times(b.above, a.below)
-    except (NotRational, Undecided):
+        (a, b), (c, d) = field.read(mine), field.read(gold)
+        return field.times(a, d) == field.times(c, b)
+    except Undecided:
         return None
     finally:
         budget.spend(given - max(0, share.left))

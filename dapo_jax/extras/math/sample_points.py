@@ -1,6 +1,7 @@
 """Points to compare two expressions at, drawn from a hash of both, so verdicts repeat."""
 
 import hashlib
+import itertools
 import random
 from collections.abc import Iterator
 
@@ -100,13 +101,12 @@ def _is_positive(tree: Tree) -> bool:
 
 def has_corners(*both: Tree) -> bool:
     """Test for functions with corners or branches, whose arguments' signs matter."""
-    return any(
-        symbols(node)
-        and (node.kind in _CORNERS or trees.is_root(node))
-        and not _is_positive(node.parts[0])
-        for tree in both
-        for node in nodes(tree)
-    )
+    for node in itertools.chain(*map(nodes, both)):
+        exponent = node.parts[1] if node.kind == "power" else node
+        is_root = exponent.kind == "number" and exponent.value.q > 1
+        if (node.kind in _CORNERS or is_root) and symbols(node) and not _is_positive(node.parts[0]):
+            return True
+    return False
 
 
 def _magnitudes(rng: random.Random, numbers: list[fmpq], *, is_many: bool) -> Iterator[fmpq]:

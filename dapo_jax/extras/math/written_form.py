@@ -181,14 +181,12 @@ class Form:
         ratios = [f for f in letters if f.base.kind == "quotient"]  # (x/2)^2 is an ellipse's
         self._numbers_of(parts)
         # x x can be x^2, and equal factors on both sides of the bar cancel.
-        names = [key(f.base) for f in others] + [
-            n for n, _ in {(key(f.base), f.below) for f in sums}
-        ]
+        names = [key(f.base) for f in others]
+        names += [name for name, _ in {(key(f.base), f.below) for f in sums}]
         powers = [f for f in others if f.times > 1 and f.base.kind in _POWER_TO_DO]
-        if len(set(names)) < len(names) or len(signs) > 1 or any(f not in ratios for f in powers):
-            self.steps.add("product")
-        shared = [_shared(f.base for f in parts if f.below is below) for below in (False, True)]
-        if shared[0] & shared[1]:
+        above, below = (_shared(f.base for f in parts if f.below is side) for side in (False, True))
+        is_double = len(signs) > 1 or len(set(names)) < len(names) or bool(above & below)
+        if is_double or any(f not in ratios for f in powers):
             self.steps.add("product")
         above = sum(f.times for f in sums if not f.below)
         if any(f.below and (f.base.kind == "i" or f in sums) for f in parts):
@@ -217,9 +215,8 @@ class Form:
         freed, divided = (math.prod(filter(None, side)) for side in roots)
         has_decimal = bool(below) and any(n.q > 1 for n in above + below)
         is_one = 1 in below or 1 in above and not below and len(sides[0]) > 1
-        if has_decimal or 0 in above or is_one or max(len(above), len(below)) > 1:
-            self.steps.add("product")
-        if math.gcd(*contents) > 1:
+        is_several = max(len(above), len(below)) > 1 or math.gcd(*contents) > 1
+        if has_decimal or 0 in above or is_one or is_several:
             self.steps.add("product")
         # One root instead of two, or a factor that a root below the bar cancels.
         if sum(map(bool, roots[0])) > 1 or math.gcd(freed * contents[0], divided) > 1:
