@@ -31,7 +31,7 @@ from dapo_jax.runtime.storage.retries import (
 from dapo_jax.runtime.user_code import resolve
 from dapo_jax.types.contracts import RunSink
 from dapo_jax.types.errors import ConfigError, nearest, require
-from dapo_jax.types.structs import CollectedGroups, Completion, Failure, Group, Trace, repetition
+from dapo_jax.types.structs import CollectedGroups, Completion, Group, Trace, repetition
 
 CONFIG = "config.json"
 SUMMARY = "summary.json"
@@ -172,39 +172,30 @@ def trajectory_fields(completion: Completion) -> dict[str, list]:
     return fields
 
 
-def _scores(group: Group, sample: int, trace: Trace | None) -> dict[str, Any]:
-    verdict = group.verdicts[sample]
-    scores = {
-        "extracted": verdict.extracted,
-        "correct": bool(group.correct[sample]),
-        "outcome": group.outcomes[sample],
-        "reward": _number(group.rewards[sample]),
-        "reward_parts": {k: _number(v[sample]) for k, v in group.reward_parts.items()},
-        "failure": None,
-        "advantage": trace and _number(trace.advantage),
-    }
-    if verdict.token_rewards is not None:
-        scores["token_rewards"] = verdict.token_rewards
-    return scores
+def scored_responses(group: Group) -> Iterator[tuple[Completion, dict[str, Any]]]:
+    """Yield the responses of a scored group with their scores, then those without a reward."""
+    for i, completion in enumerate(group.completions):
+        scores = {
+            "extracted": group.verdicts[i].extracted,
+            "correct": bool(group.correct[i]),
+            "outcome": group.outcomes[i],
+            "reward": _number(group.rewards[i]),
+            "failure": None,
+        }
+        yield completion, scores
+    for completion, failure in group.failed:
+        scores = dict.fromkeys(("extracted", "correct", "reward"))
+        yield completion, scores | {"outcome": failure.outcome, "failure": failure.text}
 
 
-def _no_scores(failure: Failure) -> dict[str, Any]:
-    names = ("extracted", "correct", "reward", "advantage")
-    fields = {"outcome": failure.outcome, "reward_parts": {}, "failure": failure.text}
-    return dict.fromkeys(names) | fields
-
-
-def _rollout_line(
-    group: Group, completion: Completion, scores: dict[str, Any], surplus: bool
-) -> dict[str, Any]:
-    """Return the fields of a response; those of its tokens are added by `write_rollouts`."""
-    line = {
+def _rollout_line(group: Group, completion: Completion) -> dict[str, Any]:
+    """Return the fields of a response that do not depend on its scores."""
+    return {
         "source": group.prompt.source,
         "prompt_id": group.prompt.id,
         "digest": group.prompt.digest,
         "index": group.prompt.index,
         "sample": completion.sample,
-        "surplus": surplus,
         "prompt": group.prompt.text,
         "prompt_tokens": len(group.prompt.tokens),
         "response": completion.text,
@@ -212,11 +203,7 @@ def _rollout_line(
         "truncated": completion.truncated,
         "tokens": len(completion),
         "policy_step": completion.policy_step,
-    }
-    line |= scores | trajectory_fields(completion)
-    if len(completion.drawn_by) > 1:
-        line["drawn_by"] = completion.drawn_by
-    return line
+    } | ({"drawn_by": completion.drawn_by} if len(completion.drawn_by) > 1 else {})
 
 
 def write_rollouts(
@@ -241,15 +228,18 @@ def write_rollouts(
         for group in collected.judged + collected.surplus + collected.broken:
             index = group.prompt.index
             is_surplus = index in surplus or index >= collected.next_position
-            traces = collected.traces.get(index) or [None] * len(group.completions)
-            for sample, completion in enumerate(group.completions):
-                scores = _scores(group, sample, traces[sample])
-                line = _rollout_line(group, completion, scores, is_surplus)
-                if split and index in with_tokens:
-                    line |= token_fields(completion, traces[sample], split)
-                file.write(json.dumps(line).encode() + b"\n")
-            for completion, failure in group.failed:
-                line = _rollout_line(group, completion, _no_scores(failure), is_surplus)
+            traces = collected.traces.get(index)
+            for i, (completion, scores) in enumerate(scored_responses(group)):
+                line = _rollout_line(group, completion) | scores | {"surplus": is_surplus}
+                line |= {"reward_parts": {}, "advantage": None} | trajectory_fields(completion)
+                if scores["failure"] is None:
+                    trace = traces and traces[i]
+                    parts = {name: _number(part[i]) for name, part in group.reward_parts.items()}
+                    line |= {"reward_parts": parts, "advantage": trace and _number(trace.advantage)}
+                    if (rewards := group.verdicts[i].token_rewards) is not None:
+                        line["token_rewards"] = rewards
+                    if split and index in with_tokens:
+                        line |= token_fields(completion, trace, split)
                 file.write(json.dumps(line).encode() + b"\n")
 
 
@@ -267,9 +257,9 @@ def stamp(config: Config, policy: str) -> dict[str, Any]:
 def make_responses(group: Group) -> Iterator[Response]:
     """Yield the responses of a scored group."""
     prompt = group.prompt
-
-    def make_response(completion: Completion, **scores: Any) -> Response:
-        return Response(
+    for completion, scores in scored_responses(group):
+        scores |= {"correct": bool(scores["correct"])}
+        yield Response(
             problem=prompt.id,
             index=prompt.index,
             sample=completion.sample,
@@ -287,18 +277,6 @@ def make_responses(group: Group) -> Iterator[Response]:
             turns=trajectory_fields(completion).get("turns", ()),
             **scores,
         )
-
-    for i, completion in enumerate(group.completions):
-        yield make_response(
-            completion,
-            extracted=group.verdicts[i].extracted,
-            correct=bool(group.correct[i]),
-            reward=float(group.rewards[i]),
-            outcome=group.outcomes[i],
-        )
-    for completion, failure in group.failed:
-        how = {"failure": failure.text, "outcome": failure.outcome}
-        yield make_response(completion, extracted=None, correct=False, **how)
 
 
 def write_responses(path: Folder, responses: Iterable[Response], stamp: dict[str, Any]) -> None:

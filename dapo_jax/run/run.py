@@ -17,7 +17,7 @@ from dapo_jax.learner.learners import POLICY, LearnerStates, optimizers
 from dapo_jax.learner.packing import RowShape
 from dapo_jax.model.load_huggingface import fingerprint
 from dapo_jax.model.trainable import parameter_count
-from dapo_jax.reporting.console import Progress, fit
+from dapo_jax.reporting.console import fit
 from dapo_jax.reporting.scores import HELDOUT, Response
 from dapo_jax.reporting.sinks import Callbacks, RunFiles, read_summary
 from dapo_jax.rollout.dynamic_sampling import Starved
@@ -39,7 +39,7 @@ from dapo_jax.runtime.nonfinite import PREFIXES, check_skipped, count_skipped
 from dapo_jax.runtime.registry import feature
 from dapo_jax.runtime.signals import Signals
 from dapo_jax.runtime.storage.output_folder import RUN, check_free, claim
-from dapo_jax.runtime.storage.paths import Folder, folder_at
+from dapo_jax.runtime.storage.paths import folder_at
 from dapo_jax.runtime.storage.retries import Storage, suppress_storage_errors
 from dapo_jax.step import Trainer, TrainerState, train_step
 from dapo_jax.types.errors import ConfigError
@@ -50,16 +50,6 @@ SHOWN_FAILED_GROUPS = 3
 SHOWN_EVERY_SECONDS = 30.0  # between lines of an evaluation
 
 
-@dataclasses.dataclass(frozen=True)
-class RunStore:
-    """The folder of a run, locked, and its checkpoints."""
-
-    folder: Folder
-    checkpoints: Checkpoints
-    storage: Storage
-    console: Progress
-
-
 @dataclasses.dataclass
 class Run:
     """The loop of a run from its first step to its last."""
@@ -68,7 +58,8 @@ class Run:
     trainer: Trainer
     state: TrainerState  # after the newest step
     progress: RunProgress  # of the run, beside the state
-    store: RunStore
+    checkpoints: Checkpoints
+    storage: Storage
     record: Record  # settings and inputs of the run
     journal: Journal
     files: RunFiles
@@ -163,7 +154,7 @@ class Run:
             check_skipped(count, optimizer.max_skipped_steps, values, prefix)
         learns = not any(self.progress.skipped.values())  # else older checkpoints are worth more
         is_due = is_last or learns and due(step, config.checkpoint.every_steps)
-        self.store.checkpoints.after_step(is_due, self.save)
+        self.checkpoints.after_step(is_due, self.save)
         if isinstance(self.journal, RolloutJournal) and processes.is_first():
             with suppress_storage_errors():  # else after the next step
                 self.journal.forget(max(find_steps(config.run_dir), default=0))
@@ -171,7 +162,7 @@ class Run:
     def save(self) -> None:
         """Start writing a checkpoint. Raises `NotSaved`, `NotFinite`."""
         self.progress.seconds = time.perf_counter() - self._started
-        self.store.storage.drain()  # the files of a step come before its checkpoint
+        self.storage.drain()  # the files of a step come before its checkpoint
         source, learners = self.state.source, self.state.learners
         carried = {"groups": pack_partial(source.partial)} if source.partial else {}
         ahead = {"rollouts": pack_rollouts(source.ahead)} if source.ahead else {}
@@ -189,15 +180,15 @@ class Run:
         record = dataclasses.replace(self.record, step=self.state.step, progress=progress)
         states = {"state": learners.policy, **learners.others}
         states |= {"behaviour": source.behaviour, "carried": carried, "ahead": ahead}
-        self.store.checkpoints.save(record, states)
+        self.checkpoints.save(record, states)
 
     def keep(self) -> None:
         """Save, and wait until the state is on disk. Raises `NotSaved`, `NotFinite`."""
         with self.components.progress.working("saving"):
-            self.store.checkpoints.save_last(self.save)
-            self.store.storage.clear_backoff()  # last chance to write: do not back off
+            self.checkpoints.save_last(self.save)
+            self.storage.clear_backoff()  # last chance to write: do not back off
             self.journal.forget(self.state.step)
-            self.store.storage.drain()
+            self.storage.drain()
 
     def finish(self) -> dict[str, Any]:
         """Save, write the summary with its picture and page, and return it."""
@@ -344,23 +335,6 @@ def resident_megabytes(components: Components, state: TrainerState) -> dict[str,
     return sharding.megabytes_per_device(**held)
 
 
-def open_store(
-    config: Config,
-    stack: contextlib.ExitStack,
-    on_saved: Callable[[int, str], None] = lambda step, folder: None,
-) -> RunStore:
-    """Open `config.run_dir`; `stack` closes its checkpoints and unlocks it.
-
-    `on_saved` receives step and folder of each checkpoint. Raises `ConfigError` if the folder must
-    not be written, or none of its checkpoints can be read.
-    """
-    console = open_console(config)
-    storage = Storage(lambda text: console.warn(escape(text)))
-    folder = stack.enter_context(claim("run_dir", config.run_dir, RUN))
-    checkpoints = Checkpoints(folder, config.checkpoint, storage, on_saved)
-    return RunStore(folder, stack.enter_context(checkpoints), storage, console)
-
-
 def open_run(
     config: Config,
     callbacks: Callbacks,
@@ -369,11 +343,18 @@ def open_run(
 ) -> Run:
     """Open the run of a folder, from its newest checkpoint or from the beginning.
 
-    `stack` closes workers, sinks and the folder; `build` makes the components. Raises `OtherRun` if
-    the folder holds another run, and `ConfigError` if settings and model don't fit together.
+    `stack` closes workers, sinks and the folder; `build` makes the components.
+
+    Raises:
+        OtherRun: the folder holds another run.
+        ConfigError: the folder must not be written, none of its checkpoints can be read, or
+            settings and model don't fit together.
     """
-    store = open_store(config, stack, callbacks.on_checkpoint)
-    signals, checkpoints, console = callbacks.signals, store.checkpoints, store.console
+    signals, console = callbacks.signals, open_console(config)
+    storage = Storage(lambda text: console.warn(escape(text)))
+    folder = stack.enter_context(claim("run_dir", config.run_dir, RUN))
+    checkpoints = Checkpoints(folder, config.checkpoint, storage, callbacks.on_checkpoint)
+    stack.enter_context(checkpoints)
     components = build(config, console, should_abort=signals.received_locally)
     stack.enter_context(console.compilation())
     stack.callback(components.close)
@@ -388,18 +369,18 @@ def open_run(
         with console.working(f"loading {config.model.folder}"):
             state = first_state(components)
     else:
-        identity.check_record(config, now, record, store.storage.warn)
+        identity.check_record(config, now, record, storage.warn)
         with console.working("loading the newest checkpoint"):
             state, progress = checkpoints.newest(
                 lambda record: (restore(components, checkpoints, record), record.progress)
             )
-        console.say(f"resuming {escape(str(store.folder))} after step {state.step}")
+        console.say(f"resuming {escape(str(folder))} after step {state.step}")
     announce_policy(components, state)
     # The row of the newest step may not be written yet.
     is_missing = progress.unwritten is not None if state.step else progress.heldout_before is None
     last_row = state.step - is_missing
     split = components.tokenizer.split
-    files = RunFiles(config, store.folder, store.storage, split, last_row, console)
+    files = RunFiles(config, folder, storage, split, last_row, console)
     stack.enter_context(files)
     files.sinks.append(callbacks)
     if record is None:
@@ -408,9 +389,10 @@ def open_run(
     if config.checkpoint.keep_groups:
         inputs = now.inputs | {"model": fingerprint(config.model.folder)}
         digest = identity.run_identity(now.settings, inputs)
-        journal = RolloutJournal(store.folder, digest, store.storage)
+        journal = RolloutJournal(folder, digest, storage)
     trainer = components.trainer(journal=journal, interrupted=signals, show=console.collecting)
-    return Run(components, trainer, state, progress, store, now, journal, files, signals)
+    parts = components, trainer, state, progress, checkpoints, storage
+    return Run(*parts, now, journal, files, signals)
 
 
 def describe_run(components: Components) -> Record:

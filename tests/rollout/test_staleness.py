@@ -102,7 +102,7 @@ def test_a_signal_or_starvation_ahead_loses_no_step(make_wide, finished, tmp_pat
         with pytest.raises(Starved):
             run.step()
         monkeypatch.setattr(source, "collect", collect)
-        run.store.checkpoints.close()
+        run.checkpoints.close()
     train(make_wide(tmp_path / "run"))
     assert read_rows(tmp_path / "run") == read_rows(finished)
     assert read_rollouts(tmp_path / "run") == read_rollouts(finished)

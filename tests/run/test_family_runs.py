@@ -77,7 +77,7 @@ def test_a_stopped_run_resumes_bit_for_bit_and_is_exported(
         run.begin()
         run.step()
         assert any(group.begun for group in run.state.source.partial)
-        run.store.checkpoints.close()
+        run.checkpoints.close()
     train(make(tmp_path / "run"))
     assert same_run(tmp_path / "run", tmp_path / "whole") == []
     rows = read_rows(tmp_path / "run")

@@ -20,7 +20,6 @@ from small_runs import (
     start,
 )
 
-from dapo_jax import algorithms
 from dapo_jax.config.experiment import Optimizer, Sampler
 from dapo_jax.rewards.group_rewards import reward_group
 from dapo_jax.run.build import build
@@ -98,16 +97,15 @@ def test_evaluate_reads_the_newest_checkpoint_or_the_folder(base, finished, tmp_
 
 def make_groups(config, truncated, length=4):
     done = tuple(
-        make_completion([5] * (length + i if length else 0), truncated=truncated) for i in range(8)
+        make_completion([5] * (length + i if length else 0), truncated=truncated) for i in range(4)
     )
-    verdicts = tuple(Verdict(i % 2 == 0, "1") for i in range(8))
-    return [reward_group(config, make_prompt(i, [3, 4]), done, verdicts) for i in range(8)]
+    verdicts = tuple(Verdict(i % 2 == 0, "1") for i in range(4))
+    return [reward_group(config, make_prompt(i, [3, 4]), done, verdicts) for i in range(4)]
 
 
-def test_truncated_filtered_or_empty_responses_take_no_step(base, tmp_path):
-    algorithm = algorithms.dapo()
-    algorithm.overlong_filtering = True
-    config = make_config(base, tmp_path, algorithm=algorithm)
+def test_truncated_filtered_or_empty_responses_take_no_step(base, alone, tmp_path):
+    config = make_quick_config(base, tmp_path)
+    config.algorithm.overlong_filtering = True
     parts = build(config)
     run = start(parts)
     before = jax.device_get(run.learners.policy)
@@ -124,13 +122,13 @@ def test_truncated_filtered_or_empty_responses_take_no_step(base, tmp_path):
     parts.close()
 
 
-def test_a_starved_run_warns_and_goes_on(base, tmp_path, capsys):
+def test_a_starved_run_warns_and_goes_on(base, alone, tmp_path, capsys):
     """No response can end within two tokens, so every answer is wrong."""
-    sampler = Sampler(slots=32, burst_tokens=2, max_response_tokens=2)
-    config = make_config(base, tmp_path, sampler=sampler, total_steps=1)
+    sampler = Sampler(slots=16, burst_tokens=2, max_response_tokens=2)
+    config = make_quick_config(base, tmp_path, sampler=sampler, total_steps=1)
     config.rollout.max_sample_rounds = 2
     train(config)
-    row = read_rows(tmp_path)[1]
+    (row,) = read_rows(tmp_path)
     shown = capsys.readouterr().out
     assert "too few groups carried signal" in shown and "no answer was found in 100%" in shown
     assert row["all_wrong_fraction"] == 1 and row["trained_groups"] == 0

@@ -158,7 +158,7 @@ def test_a_checkpoint_that_is_not_finite_is_neither_written_nor_read(
         with monkeypatch.context() as patch:  # as from elsewhere
             patch.setattr(store, "check_state", lambda *_: None)
             run.save()
-        run.store.checkpoints.wait()
+        run.checkpoints.wait()
         with store.Checkpoints(config.run_dir) as saved:
             with pytest.raises(NotFinite, match=f"checkpoints/3: {moment}"):
                 saved.state(run.components.learners.policy.abstract_state)

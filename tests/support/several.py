@@ -134,7 +134,7 @@ AT_THE_END = """
 from dapo_jax.run.run import Run
 finish = Run.finish
 def save_and_send(self):
-    self.store.checkpoints.wait()
+    self.checkpoints.wait()
     if INDEX == VICTIM:
         os.kill(os.getpid(), signal.SIGNAL)
     return finish(self)
