@@ -228,12 +228,12 @@ def write_rollouts(
         for group in collected.judged + collected.surplus + collected.broken:
             index = group.prompt.index
             is_surplus = index in surplus or index >= collected.next_position
-            traces = collected.traces.get(index)
+            traces = collected.traces.get(index) or [None] * len(group.completions)
             for i, (completion, scores) in enumerate(scored_responses(group)):
                 line = _rollout_line(group, completion) | scores | {"surplus": is_surplus}
                 line |= {"reward_parts": {}, "advantage": None} | trajectory_fields(completion)
                 if scores["failure"] is None:
-                    trace = traces and traces[i]
+                    trace = traces[i]
                     parts = {name: _number(part[i]) for name, part in group.reward_parts.items()}
                     line |= {"reward_parts": parts, "advantage": trace and _number(trace.advantage)}
                     if (rewards := group.verdicts[i].token_rewards) is not None:

@@ -166,16 +166,15 @@ def open_checkpoints(
     """Return the checkpoints of run_dir, or None if the model folder is evaluated."""
     if from_folder:
         return None
-    if Checkpoints.exist(config.run_dir):
-        warn = Progress(config.log.console).warn
-        storage = Storage(lambda text: warn(escape(text)))
-        checkpoints = stack.enter_context(Checkpoints(config.run_dir, storage=storage))
-        if checkpoints.latest_step() is not None:
-            return checkpoints
-    raise ConfigError(
-        f"config.run_dir = {config.run_dir!r}: holds no checkpoint to evaluate; --model=FOLDER "
-        "evaluates a model folder"
-    )
+    warn = Progress(config.log.console).warn
+    storage = Storage(lambda text: warn(escape(text)))
+    checkpoints = stack.enter_context(Checkpoints(config.run_dir, storage=storage))
+    if checkpoints.latest_step() is None:
+        raise ConfigError(
+            f"config.run_dir = {config.run_dir!r}: holds no checkpoint to evaluate; --model=FOLDER "
+            "evaluates a model folder"
+        )
+    return checkpoints
 
 
 def open_policy(

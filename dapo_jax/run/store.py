@@ -191,14 +191,6 @@ class Checkpoints:
             return f"{self._folder} can't be made: {reason(error)}"
         return ""
 
-    @staticmethod
-    def exist(run_dir: str | os.PathLike) -> bool:
-        """Return True if a run has ever saved in the folder; create nothing."""
-        folder = checkpoint_folder(run_dir)
-        # `is_dir` is False for a bucket that can't be read: a run would overwrite its own work.
-        find = folder.exists if is_remote(run_dir) else folder.is_dir
-        return processes.broadcast_from_host0(find, "whether a run has saved")
-
     def latest_step(self) -> int | None:
         """Return the step of the checkpoint that is read; None without one."""
         return self._step

@@ -50,32 +50,26 @@ def limited(path: pathlib.Path, more: int) -> Iterator[None]:
 @contextlib.contextmanager
 def write_protected(folder: pathlib.Path) -> Iterator[None]:
     """Nothing is created or opened for writing below the folder, by root neither."""
-    open_file, open_descriptor, make, access = io.open, os.open, os.mkdir, os.access
+    written = os.O_WRONLY | os.O_RDWR | os.O_CREAT
 
-    def is_below(path) -> bool:
-        return type(path) is not int and folder in pathlib.Path(path, "_").parents
-
-    def check(path, is_written: bool) -> None:
-        if is_written and is_below(path):
+    def guarded(function, is_written):
+        def call(path, *args, **named):
+            is_below = type(path) is not int and folder in pathlib.Path(path, "_").parents
+            if not (is_below and is_written(*args)):
+                return function(path, *args, **named)
+            if function.__name__ == "access":
+                return False
             raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
 
-    def checked_open(path, mode="r", *args, **named):
-        check(path, not set(mode).isdisjoint("wax+"))
-        return open_file(path, mode, *args, **named)
+        return call
 
-    def checked_descriptor(path, flags, *args, **named):
-        check(path, bool(flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT)))
-        return open_descriptor(path, flags, *args, **named)
-
-    def checked_make(path, *args, **named):
-        check(path, True)
-        return make(path, *args, **named)
-
-    def checked_access(path, mode):
-        return not (mode & os.W_OK and is_below(path)) and access(path, mode)
-
-    with (
-        mock.patch.object(io, "open", checked_open),
-        mock.patch.multiple(os, open=checked_descriptor, mkdir=checked_make, access=checked_access),
-    ):
+    with contextlib.ExitStack() as stack:
+        for module, name, is_written in (
+            (io, "open", lambda mode="r", *_: not set(mode).isdisjoint("wax+")),
+            (os, "open", lambda flags, *_: flags & written),
+            (os, "mkdir", lambda *_: True),
+            (os, "access", lambda mode: mode & os.W_OK),
+        ):
+            function = guarded(getattr(module, name), is_written)
+            stack.enter_context(mock.patch.object(module, name, function))
         yield
