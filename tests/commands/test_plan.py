@@ -3,6 +3,7 @@
 import dataclasses
 import importlib.util
 import json
+import re
 import subprocess
 import sys
 
@@ -10,6 +11,7 @@ import jax
 import numpy as np
 import pytest
 from command_lines import RL, ROOT, load, run_shown
+from hlo_arrays import instructions, looped_collectives
 from row_files import read_table
 
 from dapo_jax.config.experiment import Config
@@ -24,7 +26,13 @@ from dapo_jax.extras.plan.estimate import (
     update_flops,
 )
 from dapo_jax.extras.plan.main import ONE_TURN, PlanSettings
-from dapo_jax.extras.plan.programs import Compiler, lay_out, missing_memory, training_programs
+from dapo_jax.extras.plan.programs import (
+    Compiler,
+    lay_out,
+    missing_memory,
+    programs,
+    training_programs,
+)
 from dapo_jax.extras.plan.published_shapes import NAMES, config_values, read_shape
 from dapo_jax.model.decoder import abstract_params
 from dapo_jax.model.logprobs import Rows, token_logprobs
@@ -32,6 +40,14 @@ from dapo_jax.run import checks
 from dapo_jax.runtime import sharding
 from dapo_jax.runtime.sharding import unbox
 from dapo_jax.types.errors import ConfigError
+
+HAS_LIBTPU = importlib.util.find_spec("libtpu") is not None
+
+
+def needs_libtpu(test):
+    """Mark a slow test that compiles for TPUs; it needs the tpu extra, and no TPU."""
+    return pytest.mark.slow(pytest.mark.skipif(not HAS_LIBTPU, reason="needs libtpu")(test))
+
 
 # From names and model cards.
 PARAMETERS = dict(read_table(__file__, "parameters in billions"))
@@ -247,8 +263,7 @@ def test_a_plan_warns_that_turns_are_not_counted(folder, monkeypatch, capsys):
     assert code == 0 and f"warning: {ONE_TURN}" in error
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(not importlib.util.find_spec("libtpu"), reason="needs libtpu")
+@needs_libtpu
 def test_a_plan_for_a_tpu_has_parts_that_add_up_to_the_compilers_figure(tmp_path):
     flags = ["--config=configs/qwen2p5_0p5b_gsm8k.py:v5e_1", "--topology=v5e:1x1", "--json"]
     done = run(*flags, f"--cache={tmp_path}")
@@ -329,8 +344,7 @@ def test_a_plan_compiles_with_the_flags_of_a_run(kind, monkeypatch):
     assert compiler_options(chips.parse("cpu:1")) is None
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(not importlib.util.find_spec("libtpu"), reason="needs libtpu")
+@needs_libtpu
 @pytest.mark.parametrize("kind", [kind for kind in chips.CHIPS if kind != "cpu"])
 def test_the_compiler_knows_every_chip_and_how_many_devices_it_is(kind):
     topology = chips.parse(f"{kind}:2x2" + "x1" * (chips.CHIPS[kind].dimensions - 2))
@@ -353,3 +367,55 @@ def test_every_variant_of_a_config_is_valid_and_has_a_known_shape(name):
         assert config_values(config.model.folder)
     with pytest.raises(ConfigError, match="config.variant = 'nix': must be one of"):
         scope["get_config"]("nix")
+
+
+# --- experts in the compiled text of a TPU's programs ---------------------------------------------
+
+EXPERTS, WIDTH, ROW = 24, 256, 1024
+SHARDS = 4
+CHOSEN = SHARDS * ROW * 2  # tokens that a device gathers, each for its two experts
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory):
+    """Compiled text of update and decoding, by name: experts over 4 of 16 chips of v5e."""
+    folder = tmp_path_factory.mktemp("experts")
+    values = config_values("Qwen3-30B-A3B") | {"num_hidden_layers": 2, "hidden_size": 512}
+    values |= {"num_attention_heads": 4, "num_experts": EXPERTS, "num_experts_per_tok": 2}
+    values |= {"moe_intermediate_size": WIDTH, "vocab_size": 4096}
+    (folder / "config.json").write_text(json.dumps(values))
+    flags = (
+        f"mesh.data=1 mesh.fsdp=4 mesh.expert={SHARDS} packing.rows_per_microbatch=16 "
+        f"packing.row_tokens={ROW} sampler.slots=128 sampler.max_response_tokens=640 "
+        "data.max_prompt_tokens=128 compute.dtype=bfloat16 compute.remat=full "
+        f"rollout.prompts_per_step=16 model.folder={folder}"
+    )
+    config = load(Config, f"{RL}:dapo", *(f"--config.{flag}" for flag in flags.split()))
+    topology = chips.parse("v5e:4x4")
+    wanted = (p for p in programs(lay_out(config, topology), 1) if p.name in ("update", "decode"))
+    options = compiler_options(topology)
+    return {p.name: p.lower().compile(compiler_options=options).as_text() for p in wanted}
+
+
+@needs_libtpu
+@pytest.mark.parametrize("name", ["update", "decode"])
+def test_no_array_has_an_element_for_each_pair_of_token_and_expert(name, texts):
+    """Not inside of fusions either: there it would cost operations."""
+    shapes = {
+        tuple(map(int, sizes.split(","))) for sizes in re.findall(r"\[([\d,]+)\]", texts[name])
+    }
+    both = {s for s in shapes if CHOSEN in s and {EXPERTS, EXPERTS // SHARDS} & set(s)}
+    assert not {s for s in both if len(s) > 2}, both
+    assert "ragged-dot" in texts[name]
+
+
+@needs_libtpu
+def test_a_decode_step_gathers_no_expert(texts):
+    """Tokens go to their experts; 128 slots in all."""
+    moved = looped_collectives(instructions(texts["decode"]))
+    assert moved and not [line for line in moved if re.search(rf"\[{EXPERTS},|,{WIDTH}\]", line)]
+
+
+@needs_libtpu
+def test_no_array_of_an_update_is_as_large_as_a_row_squared(texts):
+    assert not [x for x in instructions(texts["update"]) if x.shape.count(ROW) > 1]

@@ -107,19 +107,6 @@ def free_port() -> int:
             return port
 
 
-def slow_down(engine, monkeypatch, gate: threading.Event) -> list:
-    """Decoding goes on only while the gate is open. Returns a list as long as steps were begun."""
-    original, steps = engine.generate, []
-
-    def generate(*args, **options):
-        steps.append(1)
-        gate.wait(30)
-        return original(*args, **options)
-
-    monkeypatch.setattr(engine, "generate", generate)
-    return steps
-
-
 class Server:
     """`serve.serve` in a thread: the exception that it raised, or the failure that it returned."""
 
