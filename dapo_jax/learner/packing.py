@@ -301,11 +301,11 @@ def tree_index(tree: Any, index: int | slice | tuple[int | slice, ...]) -> Any:
 
 def place_tokens(per_token: Sequence[np.ndarray], response_index: np.ndarray) -> np.ndarray:
     """Put per-token arrays of responses, ordered by index, at their positions in packed rows."""
-    flat = response_index.ravel()
+    flat, values = response_index.ravel(), np.concatenate(per_token)
     order = np.argsort(flat, kind="stable")
-    placed = np.zeros(flat.shape)
-    placed[order[np.count_nonzero(flat < 0) :]] = np.concatenate(per_token)
-    return placed.reshape(response_index.shape)
+    placed = np.zeros((len(flat), *values.shape[1:]))
+    placed[order[np.count_nonzero(flat < 0) :]] = values
+    return placed.reshape(*response_index.shape, *values.shape[1:])
 
 
 def move_tokens(
@@ -325,4 +325,5 @@ def take_tokens(values: np.ndarray, response_index: np.ndarray) -> list[np.ndarr
     flat = response_index.ravel()
     order = np.argsort(flat, kind="stable")[np.count_nonzero(flat < 0) :]
     lengths = np.bincount(flat[order])
-    return np.split(values.ravel()[order], np.cumsum(lengths)[:-1])
+    values = values.reshape(len(flat), *values.shape[response_index.ndim :])
+    return np.split(values[order], np.cumsum(lengths)[:-1])

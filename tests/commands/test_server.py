@@ -1,9 +1,13 @@
 """The HTTP server: access, hostile bodies, overload, clients that leave, failures, budgets."""
 
 import contextlib
+import functools
 import http.client
 import json
+import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -16,6 +20,7 @@ from served import (
     BYTES_DECODER,
     TOKENIZER,
     connect,
+    free_port,
     http_serving,
     likeliest,
     make_openai,
@@ -23,7 +28,10 @@ from served import (
     reopen,
     serving,
 )
+from small_runs import ROOT
 
+import dapo_jax
+from dapo_jax.data.arithmetic import make_problem
 from dapo_jax.extras.serve import policy
 from dapo_jax.run import memory
 from dapo_jax.runtime.keys import read_key
@@ -389,3 +397,26 @@ def test_prompt_and_response_share_the_context(model, monkeypatch):
         answers |= {create(model="policy", prompt=long_prompt, max_tokens=90).choices[0].text}
         assert len(answers) == 1
     assert served.error is None
+
+
+@pytest.mark.slow
+def test_the_command_answers_thirty_two_clients_and_leaves_on_sigterm():
+    """With the greedy responses of `sample`."""
+    model, port = "dapo_jax:arithmetic_base", free_port()
+    flags = [f"--http_port={port}", "--temperature=0", "--slots=8", "--max_response_tokens=24"]
+    command = [sys.executable, "-m", "dapo_jax", "serve", model, *flags]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    try:
+        assert f":{port}/v1" in process.stdout.readline()
+        create = functools.partial(make_openai(port).completions.create, model="arithmetic_base")
+        prompts = [make_problem("heldout", 0, i, 2, 3).text for i in range(32)]
+        with ThreadPoolExecutor(32) as pool:
+            replies = pool.map(lambda prompt: create(prompt=prompt), prompts)
+            texts = [reply.choices[0].text for reply in replies]
+        own = dapo_jax.sample(model, prompts, temperature=0, max_response_tokens=24)
+        assert texts == [response.text for (response,) in own]
+        assert [choice.text for choice in create(prompt=prompts).choices] == texts
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(30) == 0
+    finally:
+        process.kill()

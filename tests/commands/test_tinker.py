@@ -1,7 +1,9 @@
 """Tinker's API as the published SDK speaks it, and wrong, hostile and interrupted requests."""
 
 import dataclasses
+import functools
 import http.client
+import importlib
 import json
 import random
 import re
@@ -21,7 +23,9 @@ from dapo_jax.config.experiment import ExportConfig
 from dapo_jax.extras.serve.logprobs import Scorer
 from dapo_jax.extras.serve.policy import load_served
 from dapo_jax.extras.serve.settings import ServeConfig
+from dapo_jax.extras.tinker import store as stores
 from dapo_jax.extras.tinker.messages import pb
+from dapo_jax.extras.tinker.store import Request, State, Store
 from dapo_jax.run.export import export
 from dapo_jax.types.errors import ConfigError
 
@@ -229,22 +233,19 @@ def play(client, seed: int, steps: int, turns=lambda: None) -> list:
     return seen
 
 
-def play_together(clients: list, steps: int, chance: random.Random) -> list[list]:
-    """The results of tenants that wait at random between their calls."""
-
-    def run(seed: int) -> list:
-        return play(clients[seed], seed, steps, lambda: time.sleep(chance.random() / 5))
-
-    with ThreadPoolExecutor(len(clients)) as pool:
-        return list(pool.map(run, range(len(clients))))
+def pause(chance: random.Random) -> None:
+    time.sleep(chance.random() / 5)
 
 
 @pytest.mark.slow
 def test_fifty_interleavings_of_two_tenants(connect):
+    """They wait at random between their calls."""
     alone = [play(connect(), seed, 3) for seed in range(2)]
     for number in range(50):
-        clients = [connect() for _ in range(2)]
-        assert play_together(clients, 3, random.Random(number)) == alone, number
+        chance = random.Random(number)
+        calls = [(connect(), seed, 3, functools.partial(pause, chance)) for seed in range(2)]
+        with ThreadPoolExecutor(2) as pool:
+            assert list(pool.map(lambda call: play(*call), calls)) == alone, number
 
 
 @pytest.mark.slow
@@ -434,6 +435,13 @@ def test_wrong_data_fail_in_order_and_the_model_stays_as_it_was(server, session)
     assert before == pass_forward(last)
 
 
+def test_a_server_without_the_sdk_names_the_package(monkeypatch):
+    monkeypatch.setitem(sys.modules, "tinker.proto", None)
+    monkeypatch.delitem(sys.modules, "dapo_jax.extras.tinker.messages")
+    with pytest.raises(ConfigError, match="config.tinker = True: needs pip install 'tinker==0.38"):
+        importlib.import_module("dapo_jax.extras.tinker.messages")
+
+
 def test_half_requests_and_too_large_ones_leave_no_trace(server, names):
     head = b"POST /api/v1/asample HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 99\r\n\r\n{"
     with socket.create_connection(("127.0.0.1", server.port)) as connection:
@@ -444,3 +452,64 @@ def test_half_requests_and_too_large_ones_leave_no_trace(server, names):
     path = f"/api/v1/training_runs/{names['MODEL']}"
     connection.request("GET", path, headers={"Host": "evil.example"})
     assert connection.getresponse().status == 403
+
+
+# --- what is kept on the disk ---------------------------------------------------------------------
+
+
+def request(owner: str, number: int, kind: str = "optim_step") -> Request:
+    return Request(f"{owner}:{number}", owner, number, kind)
+
+
+@pytest.fixture
+def store(tmp_path):
+    store = Store(tmp_path)
+    yield store
+    store.close()
+
+
+def test_a_repeated_request_is_stored_once_and_survives_a_new_start(store, tmp_path):
+    store.accept(request("m", 1), b"first")
+    store.accept(request("m", 1), b"second")
+    again = Store(tmp_path)
+    assert again.body(request("m", 1)) == b"first" and len(again.pending()) == 1
+    assert again.result("m:1") == (State.PENDING, None) and again.result("x") is None
+    again.close()
+
+
+def test_requests_wait_until_they_have_a_result(store):
+    for number in (3, 1, 2):
+        store.accept(request("a", number), b"")
+    assert [r.number for r in store.pending()] == [3, 1, 2] and store.last_number("a") == -1
+    store.finish(request("a", 1), State.ANSWERED, b"{}")
+    assert [r.number for r in store.pending()] == [3, 2] and store.last_number("a") == 1
+
+
+def test_changes_replay_until_the_file_has_them(store):
+    kinds = ["create_model", "forward_backward", "forward", "optim_step", "optim_step"]
+    for number, kind in enumerate(kinds):
+        store.accept(request("m", number, kind), b"body")
+        failed = number == 3
+        store.finish(request("m", number, kind), State.FAILED if failed else State.DONE, b"")
+    assert [r.number for r in store.changes("m", -1)] == [0, 1, 4]
+    store.forget_bodies("m", 1)
+    assert [r.number for r in store.changes("m", 1)] == [4]
+    assert store.last_number("m") == 4 and store.last_number("other") == -1
+
+
+def test_old_results_and_expired_checkpoints_are_removed(store, monkeypatch):
+    for number in range(2):
+        store.accept(request("m", number), b"")
+    store.finish(request("m", 0), State.DONE, b"result")
+    path = "tinker://m/weights/old"
+    store.put("checkpoint", path, {"expires": time.time() + 10}, "m")
+    store.checkpoint_folder(path).mkdir(parents=True)
+    store.tidy()
+    assert store.get("checkpoint", path) is not None
+    assert store.result("m:0") == (State.DONE, b"result")
+    later = time.time() + stores.RESULT_SECONDS + 20
+    monkeypatch.setattr(time, "time", lambda: later)
+    store.tidy()
+    assert store.result("m:0") == (State.DONE, None)
+    assert store.result("m:1") == (State.PENDING, None)
+    assert store.get("checkpoint", path) is None and not store.checkpoint_folder(path).exists()

@@ -19,7 +19,7 @@ from dapo_jax.extras.tinker.losses import OPTIONS, loss_learner
 from dapo_jax.extras.tinker.models import Model, pack_data, run_loss
 from dapo_jax.extras.tinker.requests import Datum, LossRequest, read_loss_request
 from dapo_jax.learner.batches import ScoredBatch, TrainBatch
-from dapo_jax.learner.packing import Segment, pack
+from dapo_jax.learner.packing import Segment, pack, take_tokens
 from dapo_jax.learner.policy import PolicySettings, policy_learner
 from dapo_jax.learner.update import apply_gradient, make_optimizer
 from dapo_jax.model.decoder import Decoder, head_kernel
@@ -137,16 +137,17 @@ def test_gradients_are_those_of_a_loop(loss, learner, tiny_params):
     columns = 3 if loss == "cross_entropy" else 1
     data = make_data(loss, columns=columns)
     options = dict(OPTIONS[loss])
-    packed = pack_data(data, loss, 1)
-    gradient, outputs = learner.differentiate(tiny_params, packed.batch, packed.microbatches)
+    batch, used = pack_data(data, loss, 1)
+    gradient, outputs = learner.differentiate(tiny_params, batch, used)
     total, expected = 0.0, None
     for datum in data:
         part, slope = loop(loss, options, datum, logprobs_of(tiny_params, datum).astype(float))
         back = pull_back(tiny_params, *sequence(datum), pad(slope).astype(np.float32))
         expected = back if expected is None else jax.tree.map(jnp.add, expected, back)
         total += part
-    taken = packed.take(np.asarray(outputs.token_logprobs), data)
+    taken = take_tokens(np.asarray(outputs.token_logprobs), batch.rows.response_index)
     for actual, datum in zip(taken, data, strict=True):
+        actual = actual[:, : datum.columns]
         np.testing.assert_allclose(actual, logprobs_of(tiny_params, datum), rtol=0, atol=1e-5)
     assert abs(float(outputs.means["loss"].total) - total) < 1e-5 * max(1, abs(total)) * 10
     assert relative(gradient, expected) < 1e-5
@@ -189,8 +190,7 @@ def test_steps_of_dapo_are_those_of_training(learner, one_device, tiny_params):
         for datum in data:
             datum.inputs["advantages"] /= np.float32(total)
             datum.inputs["clip_high_threshold"][:] = 1.28
-        packed = pack_data(data, "ppo", 1)
-        gradient, _ = learner.differentiate(theirs.params, packed.batch, packed.microbatches)
+        gradient, _ = learner.differentiate(theirs.params, *pack_data(data, "ppo", 1))
         theirs, _ = step(theirs, gradient, np.float32(1e-3))
     moved = jax.tree.map(jnp.subtract, ours.params, tiny_params)
     difference = jax.tree.map(jnp.subtract, ours.params, theirs.params)
@@ -213,7 +213,7 @@ def test_rows_of_a_request_are_of_few_sizes():
     datum = make_data("cross_entropy")[0]
     shapes = set()
     for count in range(1, 400, 7):
-        shapes.add(pack_data([datum] * count, "cross_entropy", 1).batch.tokens.shape)
+        shapes.add(pack_data([datum] * count, "cross_entropy", 1)[0].tokens.shape)
     assert len(shapes) <= 8, shapes
 
 
@@ -224,7 +224,7 @@ def test_long_rows_have_no_square_of_scores(learner):
     for length in (1000, 1100):
         inputs = {name: np.resize(values, (length, 1)) for name, values in datum.inputs.items()}
         long = Datum(np.resize(datum.tokens, length), inputs, (length,))
-        batch = pack_data([long], "cross_entropy", 1).batch
+        batch = pack_data([long], "cross_entropy", 1)[0]
         side = batch.tokens.shape[2]
         squares.append(f"{side}x{side}x" in learner.lower("update", batch).as_text())
     assert squares == [True, False]

@@ -134,7 +134,6 @@ async def serve_api(
     have `shutdown_seconds`.
     """
     api = open_api()
-    api.thread.start()
 
     async def check_health(_: HttpRequest) -> Response:
         failure = api.thread.failure
@@ -158,6 +157,7 @@ async def serve_api(
     }
     server: Any = uvicorn.Server(uvicorn.Config(app, lifespan="off", http="h11", **options))
     server.capture_signals = contextlib.nullcontext  # they are the command's
+    api.thread.start()
     try:
         listening = bind(config)
         serving = asyncio.create_task(server.serve(sockets=[listening]))

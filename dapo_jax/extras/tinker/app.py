@@ -102,7 +102,7 @@ class TinkerApi:
             ("GET get_server_capabilities", self._capabilities, ""),
             ("GET samplers/{sampler}", self._get_sampler, ""),
             ("GET training_runs", self._list_runs, ""),
-            ("GET training_runs/{model}", self._get_run, ""),
+            ("GET training_runs/{model}", self._list_runs, ""),
             ("GET checkpoints", self._list_checkpoints, ""),
             (f"GET {checkpoints}", self._list_checkpoints, ""),
             (f"DELETE {checkpoints}/{{kind}}/{{name}}", self._delete_checkpoint, ""),
@@ -247,10 +247,10 @@ class TinkerApi:
         return {"sampler_id": sampler.id, "base_model": self._name, "model_path": path}
 
     def _list_runs(self, call: Call) -> Fields:
+        """Describe the model in the path, or list all."""
+        if "model" in call.path:
+            return self._describe_run(self._entry("model", call.path["model"]))
         return _listed("training_runs", list(map(self._describe_run, self._store.entries("model"))))
-
-    def _get_run(self, call: Call) -> Fields:
-        return self._describe_run(self._entry("model", call.path["model"]))
 
     def _describe_run(self, model: Entry) -> Fields:
         checkpoints = map(_describe_checkpoint, self._store.entries("checkpoint", model.id))

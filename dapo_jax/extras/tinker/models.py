@@ -20,7 +20,7 @@ from dapo_jax.extras.tinker.messages import pb
 from dapo_jax.extras.tinker.policies import ROW_TOKENS, Policies
 from dapo_jax.extras.tinker.store import CHANGES, Entry, Request, State, Store
 from dapo_jax.learner.batches import TrainState
-from dapo_jax.learner.packing import Segment, pack
+from dapo_jax.learner.packing import Segment, pack, place_tokens, take_tokens
 from dapo_jax.learner.update import Learner
 from dapo_jax.model import save_huggingface
 from dapo_jax.run.export import policy_layers
@@ -56,27 +56,11 @@ class Model:
     unsaved: int = 0
 
 
-@dataclasses.dataclass(frozen=True)
-class Packed:
-    """A batch of data in rows, and the places of their tokens."""
+def pack_data(data: Sequence[requests.Datum], loss: str, row_shards: int) -> tuple[LossBatch, int]:
+    """Pack the data of a request; return the rows, and the microbatches that are not empty.
 
-    batch: LossBatch
-    microbatches: int  # that are not empty
-    order: np.ndarray  # flat positions of the tokens of all data, in order
-
-    def take(self, values: np.ndarray, data: Sequence[requests.Datum]) -> list[np.ndarray]:
-        """Return the values [n, K] of each datum from those of the rows."""
-        flat = values.reshape(-1, values.shape[-1])[self.order]
-        ends = np.cumsum([len(datum.tokens) for datum in data])
-        parts = np.split(flat, ends[:-1])
-        sizes = [datum.inputs["weights"].shape[1] for datum in data]
-        return [part[:, :size] for part, size in zip(parts, sizes, strict=True)]
-
-
-def pack_data(data: Sequence[requests.Datum], loss: str, row_shards: int) -> Packed:
-    """Pack the data of a request. The shapes depend on this request only.
-
-    Rows are as long as the longest datum, rounded up to a power of two.
+    The shapes depend on this request only. Rows are as long as the longest datum, rounded up to a
+    power of two.
     """
     longest = max(len(datum.tokens) for datum in data)
     row_tokens = max(ROW_TOKENS, 1 << (longest - 1).bit_length())
@@ -90,42 +74,37 @@ def pack_data(data: Sequence[requests.Datum], loss: str, row_shards: int) -> Pac
         response = Completion(datum.tokens, none, truncated=False, policy_step=0, text="")
         segments.append(Segment(Prompt(number, "", "", NO_TOKENS, "", ""), response, number))
     packed, microbatches = pack(segments, row_tokens, rows)
-    index = np.asarray(packed.response_index)
-    order = np.argsort(index, axis=None, kind="stable")[np.count_nonzero(index < 0) :]
-    columns = 1 << (max(datum.inputs["weights"].shape[1] for datum in data) - 1).bit_length()
-
-    def place(name: str) -> np.ndarray:
-        """Put inputs [n, k] of all data, filled up to K columns, at their places in the rows."""
-        arrays = [datum.inputs[name] for datum in data]
-        padded = [np.pad(array, ((0, 0), (0, columns - array.shape[1]))) for array in arrays]
-        placed = np.zeros((index.size, columns), padded[0].dtype)
-        placed[order] = np.concatenate(padded)
-        return placed.reshape(*index.shape, columns)
-
-    inputs = {name: place(name) for name in data[0].inputs}
-    return Packed(LossBatch(packed, inputs, loss), microbatches, order)
+    columns = 1 << (max(datum.columns for datum in data) - 1).bit_length()
+    inputs = {}
+    for name, first in data[0].inputs.items():
+        # Inputs [n, k] of all data, filled up to K columns, at their places in the rows.
+        padded = [np.pad(d.inputs[name], ((0, 0), (0, columns - d.columns))) for d in data]
+        placed = place_tokens(padded, np.asarray(packed.response_index))
+        inputs[name] = placed.astype(first.dtype)
+    return LossBatch(packed, inputs, loss), microbatches
 
 
 def run_loss(learner: Learner, model: Model, request: requests.LossRequest) -> bytes:
     """Run `forward` or `forward_backward`, add up the gradient, and return the response."""
-    packed = pack_data(request.data, request.loss, shards(learner.mesh, "batch"))
+    packed, microbatches = pack_data(request.data, request.loss, shards(learner.mesh, "batch"))
     params: Any = model.state.params
-    batch: Any = packed.batch
+    batch: Any = packed
     if request.forward_only:
-        scores: Any = learner.score(params, batch, packed.microbatches)
+        scores: Any = learner.score(params, batch, microbatches)
         logprobs, loss = scores[0], np.sum(to_host(scores[1]), dtype=np.float64)
     else:
-        gradient, outputs = learner.differentiate(params, batch, packed.microbatches)
+        gradient, outputs = learner.differentiate(params, batch, microbatches)
         logprobs, loss = outputs.token_logprobs, outputs.means["loss"].total
         model.gradient = gradient if model.gradient is None else _add(model.gradient, gradient)
     output = pb.ForwardBackwardOutput(loss_fn_output_type="ArrayRecord")
     output.metrics["loss:sum"] = float(loss)
-    values = packed.take(to_host(logprobs), request.data)
+    values = take_tokens(to_host(logprobs), np.asarray(packed.rows.response_index))
     for datum, part in zip(request.data, values, strict=True):
         record = output.loss_fn_outputs.add(type_tag="ArrayRecord", num_datums=1)
         tensor = record.fields["logprobs"]
-        tensor.data, tensor.dtype = part.astype(np.float32).tobytes(), pb.DTYPE_FLOAT32
+        tensor.data = part[:, : datum.columns].astype(np.float32).tobytes()
         tensor.offsets = np.array([0, len(tensor.data)], np.int64).tobytes()
+        tensor.dtype = pb.DTYPE_FLOAT32
         tensor.trailing_shape.extend(datum.shape[1:])
     return output.SerializeToString()
 
@@ -210,8 +189,7 @@ class Operations:
     """
 
     def __init__(self, policies: Policies, store: Store):
-        self._policies = policies
-        self._store = store
+        self._policies, self._store = policies, store
         self._models: collections.OrderedDict[str, Model] = collections.OrderedDict()
 
     def run(self, request: Request) -> None:

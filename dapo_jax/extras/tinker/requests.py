@@ -178,6 +178,10 @@ class Datum:
     inputs: Mapping[str, np.ndarray]  # [n, K]; options included
     shape: tuple[int, ...]  # of the targets that the client sent
 
+    @property
+    def columns(self) -> int:
+        return self.inputs["weights"].shape[1]
+
 
 class LossRequest(NamedTuple):
     """A `forward` or `forward_backward`."""
@@ -215,8 +219,7 @@ def read_loss_request(body: bytes, model: ServedModel) -> LossRequest:
         _read_datum(datum, f"data[{index}]", loss, options, model)
         for index, datum in enumerate(message.data)
     ]
-    widest = max(datum.inputs["weights"].shape[1] for datum in data)
-    size = sum(len(datum.tokens) for datum in data) * widest
+    size = sum(len(datum.tokens) for datum in data) * max(datum.columns for datum in data)
     allowed = f"at most {MAX_TARGETS}: targets of all positions, the widest one counts"
     need(size <= MAX_TARGETS, "data", size, allowed)
     return LossRequest(data, loss, message.forward_only)

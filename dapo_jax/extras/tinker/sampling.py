@@ -160,15 +160,11 @@ class Sampling:
             values = [np.nan if at < first else score.logprob for at, score in enumerate(scores)]
             message.prompt_logprobs = np.array(values, np.float32).tobytes()
             if count:
-                rows = [[] if at < first else score.likeliest for at, score in enumerate(scores)]
-                message.topk_prompt_logprobs.CopyFrom(topk_logprobs(rows, count))
+                masked = [(0, MASKED_LOGPROB)] * count
+                tops = [masked if at < first else s.likeliest for at, s in enumerate(scores)]
+                pairs = np.array([[*top, *masked][:count] for top in tops])
+                shown = message.topk_prompt_logprobs
+                shown.token_ids = pairs[..., 0].astype(np.int32).tobytes()
+                shown.logprobs = pairs[..., 1].astype(np.float32).tobytes()
+                shown.k, shown.length = count, len(tops)
         return message.SerializeToString()
-
-
-def topk_logprobs(rows: Sequence[Sequence[tuple[int, float]]], k: int) -> Any:
-    """Return the likeliest tokens at each position; an empty row is masked."""
-    masked = [(0, MASKED_LOGPROB)] * k
-    pairs = np.array([[*row, *masked][:k] for row in rows])
-    tokens, logprobs = pairs[..., 0].astype(np.int32), pairs[..., 1].astype(np.float32)
-    arrays = {"token_ids": tokens.tobytes(), "logprobs": logprobs.tobytes()}
-    return pb.TopkLogprobs(**arrays, k=k, length=len(rows))
