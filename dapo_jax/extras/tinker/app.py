@@ -3,10 +3,10 @@
 import asyncio
 import contextlib
 import datetime
+import fnmatch
 import functools
 import inspect
 import pathlib
-import re
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
@@ -25,7 +25,6 @@ from dapo_jax.extras.tinker.store import Entry, Request, State, Store
 from dapo_jax.extras.tinker.worker import SAMPLE_KIND, Worker
 from dapo_jax.runtime.storage.output_folder import TINKER, claim
 
-IS_SUPPORTED = re.compile(r"0\.38\.\d+").fullmatch
 WAIT_SECONDS = 20.0  # that a client waits for a result before it asks again
 MAX_PENDING = 1024  # requests on the disk, each with a body of at most max_body_mb
 CHECKPOINT_TYPES = {"weights": "training", "sampler_weights": "sampler"}
@@ -142,7 +141,7 @@ class TinkerApi:
     def _configure_client(self, call: Call) -> Fields:
         allowed = f"{SDK_VERSIONS}: pip install 'tinker=={SDK_VERSIONS}'"
         version = call.head.sdk_version
-        need(IS_SUPPORTED(version) is not None, "sdk_version", version, allowed)
+        need(fnmatch.fnmatchcase(version, SDK_VERSIONS), "sdk_version", version, allowed)
         limit = int(self._config.max_body_mb * 1e6)
         return {
             "proto_compress_fwdbwd": False,
