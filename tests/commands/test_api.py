@@ -210,7 +210,7 @@ class ReadsAnswer:
 
 
 def test_an_environment_gets_the_answers(base, alone):
-    policy = dapo_jax.Policy(str(base), max_prompt_tokens=8, max_response_tokens=24, slots=8)
+    policy = dapo_jax.Policy(str(base), max_prompt_tokens=8, max_response_tokens=8, slots=4)
     given = {"environment": ReadsAnswer, "answers": ["3", "4"]}
     found = policy.sample(["1+2=", "2+2="], temperature=0, **given)
     plain = policy.sample(["3+1=", "4+1="], temperature=0)
