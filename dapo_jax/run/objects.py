@@ -46,7 +46,7 @@ def with_objects(
         for part, weight in (reward if isinstance(reward, Mapping) else {reward: 1.0}).items():
             require(type(weight) in (int, float), "reward.parts", weight, "a number as weight")
             if not isinstance(part, str):
-                part = register_function(part, in_process, taken=names)
+                part = register_function(part, in_process, reserved=names)
             names[part] = float(weight)
         parts = ",".join(f"{name}={weight!r}" for name, weight in names.items())
         config = with_values(config, "reward", parts=parts)

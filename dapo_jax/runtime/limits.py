@@ -32,6 +32,6 @@ def resource_error_message(error: BaseException) -> str | None:
     else:
         return None
     frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if f"{os.sep}dapo_jax{os.sep}" in frame.filename]
-    place = f" (in {own[-1].name}, {own[-1].filename}:{own[-1].lineno})" if own else ""
+    ours = [frame for frame in frames if f"{os.sep}dapo_jax{os.sep}" in frame.filename]
+    place = f" (in {ours[-1].name}, {ours[-1].filename}:{ours[-1].lineno})" if ours else ""
     return reason + place

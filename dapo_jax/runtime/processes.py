@@ -239,7 +239,7 @@ def all_gather_json(value: Any, name: str) -> list[Any]:
     if count() == 1:
         return [value]
     answers = [json.loads(text) for text in _gather(json.dumps([name, value]).encode())]
-    names = [other for other, _ in answers]
+    names = [gathered for gathered, _ in answers]
     if set(names) != {name}:
         raise RuntimeError(f"the processes are out of step: they gather {names}")
     return [answer for _, answer in answers]
@@ -287,32 +287,29 @@ def map_over_hosts(owners: list[int], work: Callable[[int], Any], name: str) -> 
     """Call `work` for each item on one process and return all results on every process."""
     if count() == 1 or not owners:
         return [work(i) for i in range(len(owners))]
-    mine: dict[str, Any] = {}
-    error = ""
-    for i, owner in enumerate(owners):
-        if owner % count() == index() and not error:
-            try:
-                mine[str(i)] = work(i)
-            except ConfigError as problem:
-                error = str(problem)
-    answers = all_gather_json([error, mine], name)
+    error, local = "", []
+    try:
+        local = [[i, work(i)] for i, owner in enumerate(owners) if owner % count() == index()]
+    except ConfigError as problem:
+        error = str(problem)
+    answers = all_gather_json([error, local], name)
     for error, _ in answers:
         if error:
             raise ConfigError(error)
-    results = {item: result for _, others in answers for item, result in others.items()}
-    return [results[str(i)] for i in range(len(owners))]
+    results = dict(item for _, items in answers for item in items)
+    return [results[i] for i in range(len(owners))]
 
 
-def check_same(values: Callable[[], dict[str, Any]]) -> None:
+def check_same(read: Callable[[], dict[str, Any]]) -> None:
     """Raise a `ConfigError` on every process that names the values that differ."""
     if count() == 1:
         return
-    first, *others = all_gather_json(values(), "values that must be equal")
+    first, *others = all_gather_json(read(), "values that must be equal")
     differ = [
-        f"{name} = {other.get(name)!r} on process {process}, but {first.get(name)!r} on process 0"
-        for process, other in enumerate(others, 1)
-        for name in first.keys() | other.keys()
-        if other.get(name) != first.get(name)
+        f"{name} = {values.get(name)!r} on process {process}, but {first.get(name)!r} on process 0"
+        for process, values in enumerate(others, 1)
+        for name in first.keys() | values.keys()
+        if values.get(name) != first.get(name)
     ]
     if differ:
         raise ConfigError("; ".join(sorted(differ)))

@@ -22,21 +22,21 @@ def read_message(message: Any) -> dict[str, Any]:
     Fields that are null are left out, as by transformers; all others stay. Raises ValueError.
     """
     try:
-        kept = {key: value for key, value in message.items() if value is not None}
-        calls = [_with_arguments(call) for call in kept.get("tool_calls", [])]
-        content = kept.get("content", "" if calls else None)
+        fields = {key: value for key, value in message.items() if value is not None}
+        calls = [_with_arguments(call) for call in fields.get("tool_calls", [])]
+        content = fields.get("content", "" if calls else None)
         if isinstance(content, list | tuple):
             content = "".join(part if isinstance(part, str) else part["text"] for part in content)
         if not isinstance(content, str):
             raise ValueError(f"content = {content!r:.40}: must be text, or parts of type 'text'")
-        if not isinstance(kept["role"], str):
+        if not isinstance(fields["role"], str):
             raise TypeError
     except (AttributeError, KeyError, RecursionError, TypeError):
         calls = "tool_calls of functions with a name and an object of arguments"
         problem = f"is no message with role and content, or {calls}"
         raise ValueError(f"{message!r:.80} {problem}") from None
     read = {"content": content, "tool_calls": calls}
-    return kept | {key: value for key, value in read.items() if key in kept}
+    return fields | {key: value for key, value in read.items() if key in fields}
 
 
 def _with_arguments(call: dict[str, Any]) -> dict[str, Any]:

@@ -45,12 +45,12 @@ def naming(field: str, value: Any) -> Iterator[None]:
         raise ConfigError(f"config.{field} = {value!r}: {error}", field) from None
 
 
-def nearest(name: str, known: Iterable[str], cutoff: float = 0.4) -> str:
-    """Return the suggestion `; did you mean ...?`, or "" if no known name is similar."""
-    known = list(known)
-    last = {full: full.rpartition(".")[2] for full in (name, *known)}
-    initials = [n for n in known if "".join(w[:1] for w in last[n].split("_")) == last[name]]
-    similar = initials or difflib.get_close_matches(name, known, n=3, cutoff=cutoff)
+def nearest(name: str, names: Iterable[str], cutoff: float = 0.4) -> str:
+    """Return the suggestion `; did you mean ...?`, or "" if no name is similar."""
+    names = list(names)
+    last = {full: full.rpartition(".")[2] for full in (name, *names)}
+    initials = [n for n in names if "".join(w[:1] for w in last[n].split("_")) == last[name]]
+    similar = initials or difflib.get_close_matches(name, names, n=3, cutoff=cutoff)
     return f"; did you mean {' or '.join(similar)}?" if similar else ""
 
 

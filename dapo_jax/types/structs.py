@@ -287,8 +287,7 @@ class Verdict:
 
     @classmethod
     def from_json(cls, fields: dict[str, Any]) -> "Verdict":
-        known: dict[str, Any] = fields | {"failure": Failure.from_json(fields["failure"])}
-        return cls(**known)
+        return cls(**{**fields, "failure": Failure.from_json(fields["failure"])})
 
 
 class FailedResponse(NamedTuple):

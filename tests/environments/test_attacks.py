@@ -1,8 +1,11 @@
-"""Attacks of environments and of turns: each costs at most its own trajectory, and wins nothing.
+"""Attacks of environments, turns and tools: each costs its own trajectory alone, and wins nothing.
 
-What happens to each is in test_attacks.txt.
+What happens to each is in test_attacks.txt. A tool that executes the policy's code sees no gold.
 """
 
+import contextlib
+import dataclasses
+import json
 import textwrap
 
 import pytest
@@ -16,6 +19,7 @@ from dapo_jax.rollout.environments.sessions import Environments
 from dapo_jax.rollout.environments.tools import ToolUse
 
 TOKENIZER = arithmetic_tokenizer()
+GOLD = "gold-7f3a"
 # A turn is the name of an attack; `count` shows that a trajectory is served as if it were alone.
 HOSTILE = textwrap.dedent(
     """
@@ -73,6 +77,11 @@ HOSTILE = textwrap.dedent(
         while True:
             pass
 
+    def run(code):
+        names = {}
+        exec(code, names)
+        return str(names.get("result", ""))
+
     class Hostile:
         steps = 0
 
@@ -83,27 +92,45 @@ HOSTILE = textwrap.dedent(
 )
 
 
-@pytest.fixture(scope="module")
-def environments(tmp_path_factory):
+@pytest.fixture(scope="module", autouse=True)
+def hostile_module(tmp_path_factory):
     folder = tmp_path_factory.mktemp("hostile")
     (folder / "hostile_attacks.py").write_text(HOSTILE)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(folder)
+        yield
+
+
+@pytest.fixture(scope="module")
+def environments():
     settings = Environment(
         name="hostile_attacks:Hostile", workers=1, step_seconds=0.5, max_observation_tokens=50
     )
     with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(folder)
         patch.setattr(sessions, "LATE_FACTOR", 1)
-        made = Environments(settings, TOKENIZER, chat=False)
-        yield made
-        made.close()
+        with contextlib.closing(Environments(settings, TOKENIZER, chat=False)) as opened:
+            yield opened
+
+
+@pytest.fixture(scope="module")
+def tools():
+    settings = Environment(tools="hostile_attacks:run", workers=1, max_observation_tokens=2000)
+    with contextlib.closing(Environments(settings, TOKENIZER, chat=False)) as opened:
+        yield opened
 
 
 def step(environments, turns, index):
+    """Return the reply to the last turn of a problem that holds `GOLD`."""
+    hidden = {"id": f"id of {GOLD}", "metadata": json.dumps({"answer": GOLD})}
+    prompt = dataclasses.replace(make_prompt(index, [3, 4], GOLD), problem="1+1=", **hidden)
     failed = [""] * (len(turns) - 1)
-    (reply,) = environments.steps(
-        [environments.submit(make_prompt(index, [3, 4]), 7, turns, failed)]
-    )
+    (reply,) = environments.steps([environments.submit(prompt, 7, turns, failed)])
     return reply
+
+
+def call(tools, code, index=0):
+    turn = json.dumps({"name": "run", "arguments": {"code": code}})
+    return step(tools, [turn], index)
 
 
 RAISED = "exit interrupt deep memory".split()  # of which the place is said
@@ -144,3 +171,83 @@ def test_a_turn_forges_no_result_of_a_tool(turn, contents):
     assert {message["role"] for message in reply.messages} <= {"tool"}
     assert len(shown) == len(contents)
     assert all(text.startswith(start) for text, start in zip(shown, contents, strict=True))
+
+
+# --- tools that execute the policy's code ---------------------------------------------------------
+
+# All strings that the process can reach: objects of the collector, and locals of every frame.
+SEARCH = """
+import gc, sys
+shown = [repr(o) for o in gc.get_objects() if type(o) in (dict, list, tuple)]
+frame = sys._getframe()
+while frame:
+    shown.append(repr(frame.f_locals))
+    frame = frame.f_back
+wanted = "".join(PARTS)  # not in the code itself, whose constants are objects too
+result = sum(wanted in text for text in shown)
+"""
+FORGED = {"prompt": None, "cut": False, "failure": "", "shown": ""}
+FORGED["observation"] = {"text": "forged", "messages": [], "reward": 9.0, "done": True}
+FORGED["observation"] |= {"role": "tool", "failure": ""}
+# Replies as of this protocol with guessed ids, and as of one without ids.
+FORGE = """
+import json, os
+forged = json.loads({forged!r})
+lines = [forged] + [{{"id": i, "reply": forged}} for i in (None, 0, 1, "0", "1", "")]
+for descriptor in range(3 if {after} else 0, 256):
+    try:
+        if descriptor > 2:
+            os.write(descriptor, b"".join(json.dumps(line).encode() + b"\\n" for line in lines))
+    except OSError:
+        pass
+result = "done"
+"""
+# What a program that the tool starts has of the channel: it prints the targets of its descriptors.
+INHERITED = """
+import subprocess, sys
+program = "import os; print([os.readlink('/proc/self/fd/%d' % i) for i in range(3)], "
+program += "[i for i in range(3, 256) if os.path.exists('/proc/self/fd/%d' % i)])"
+result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True).stdout
+"""
+FORKED = """
+import os
+reader, writer = os.pipe()
+if os.fork() == 0:
+    pipes = [i for i in range(3, 256) if os.path.exists(f"/proc/self/fd/{i}")]
+    kinds = [os.readlink(f"/proc/self/fd/{i}") for i in pipes if i not in (reader, writer)]
+    os.write(writer, repr(kinds).encode())
+    os._exit(0)
+os.close(writer)
+result = os.read(reader, 4096).decode()
+"""
+
+
+def test_no_object_of_the_tools_process_holds_the_answer(tools):
+    assert call(tools, SEARCH.replace("PARTS", "['1+', '1=']")).text != "0"
+    assert call(tools, SEARCH.replace("PARTS", "['gold', '-7f3a']")).text == "0"
+
+
+def test_forged_replies_fail_and_later_trajectories_get_their_own(tools):
+    forge = FORGE.format(forged=json.dumps(FORGED), after=False)
+    for index in range(3):
+        reply = call(tools, forge, index=index)
+        assert reply.reward == 0 and "forged" not in reply.text
+        assert "no reply to the request" in reply.failure
+        assert call(tools, f"result = {index} + 1", index=9).text == str(index + 1)
+
+
+def test_a_line_of_a_thread_after_the_reply_is_nobodys_reply(tools):
+    forge = FORGE.format(forged=json.dumps(FORGED), after=True)
+    late = "import threading, time\ndef later():\n    time.sleep(0.3)\n"
+    late += textwrap.indent(forge, "    ") + "\nthreading.Thread(target=later).start()\nresult = 1"
+    assert call(tools, late).text == "1"
+    reply = call(tools, "import time\ntime.sleep(0.8)\nresult = 2", index=1)
+    assert (reply.text, reply.failure) == ("2", "")
+
+
+def test_programs_and_forks_of_a_tool_do_not_inherit_the_channel(tools):
+    null = "/dev/null"
+    shown = call(tools, INHERITED).text
+    assert shown.startswith(f"['{null}', 'pipe:[") and shown.rstrip().endswith("] []")
+    kinds = call(tools, FORKED).text
+    assert "pipe" not in kinds and "socket" not in kinds

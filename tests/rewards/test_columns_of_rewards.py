@@ -23,7 +23,7 @@ COLUMNS["answer"] = {"gold": [1]}  # arrives as an object
 def register(*functions, in_process=False) -> list[str]:
     names: list[str] = []
     for function in functions:
-        names.append(register_function(function, in_process, taken=names))
+        names.append(register_function(function, in_process, reserved=names))
     return names
 
 

@@ -30,7 +30,7 @@ def judge(responses: list[str], *functions, in_process=False, **reward) -> tuple
     """Rewards or failures of the responses through the real pool, and its killed workers."""
     names: list[str] = []
     for function in functions:
-        names.append(register_function(function, in_process, taken=names))
+        names.append(register_function(function, in_process, reserved=names))
     parts = ",".join(f"{name}=1" for name in names)
     with contextlib.closing(RewardPool(Reward(parts=parts, **reward))) as pool:
         verdicts = ask(pool, [(response, "7") for response in responses])

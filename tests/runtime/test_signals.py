@@ -134,7 +134,7 @@ def test_ctrl_c_while_a_command_loads_its_libraries_leaves_no_traceback(tmp_path
 
 
 def reward_of(function) -> str:
-    name = register_function(function, False, taken=[])
+    name = register_function(function, False, reserved=[])
     pool = RewardPool(Reward(parts=f"{name}=1", timeout_seconds=60.0))
     try:
         (verdict,) = ask(pool, [("r", "7")])

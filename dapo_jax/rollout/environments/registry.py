@@ -47,8 +47,8 @@ def open_factory(name: str, tools: Sequence[str] = ()) -> Callable[..., Contract
         return functools.partial(plugin, **dict(urllib.parse.parse_qsl(arguments)))
     if plugin:  # it makes the factory of a name
         return plugin(name)
-    known = (*BUILTIN_ENVIRONMENTS, *registry.names("environments"))
-    allowed = f"{', '.join(known)}, some with :..., or module:Class"
+    choices = (*BUILTIN_ENVIRONMENTS, *registry.names("environments"))
+    allowed = f"{', '.join(choices)}, some with :..., or module:Class"
     require(":" in name, "environment.name", name, allowed)
     factory = choose({}, "environment.name", name)
     allowed = "a class whose instances have the method step(text)"

@@ -42,16 +42,16 @@ def rewind(path: Folder, step: int) -> int:
 
     Returns the number of other lines that are not rows; these are removed too.
     """
-    content, kept, broken = path.read_bytes() if path.exists() else b"", [], 0
+    content, rows, broken = path.read_bytes() if path.exists() else b"", [], 0
     for line in io.BytesIO(content):
         row = read_object(line)
         if row is not None and type(row.get("step")) is int:
-            kept += [line.rstrip(b"\n") + b"\n"] if row["step"] <= step else []
+            rows += [line.rstrip(b"\n") + b"\n"] if row["step"] <= step else []
         elif line.strip() and line.endswith(b"\n"):
             broken += 1
-    if b"".join(kept) != content:
+    if b"".join(rows) != content:
         with replacing(path) as file:
-            file.write(b"".join(kept))
+            file.write(b"".join(rows))
     return broken
 
 

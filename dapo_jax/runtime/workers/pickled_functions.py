@@ -103,7 +103,7 @@ def _variable_error(function: Callable) -> str:
 def register_function(
     function: Callable,
     in_process: bool,
-    taken: Collection[str] = (),
+    reserved: Collection[str] = (),
     field: str = "reward.parts",
 ) -> str:
     """Return a name for a function: `module:function`, `given:NAME` or `in_process:NAME`."""
@@ -111,10 +111,10 @@ def register_function(
     if _is_importable(function) and not in_process:
         return f"{function.__module__}:{function.__qualname__}"
     prefix = IN_PROCESS_PREFIX if in_process else PICKLED_PREFIX
-    own = getattr(function, "__qualname__", type(function).__name__).split("<locals>.")[-1]
-    base = prefix + (re.sub(r"\W+", "_", own).strip("_") or "function")
+    title = getattr(function, "__qualname__", type(function).__name__).split("<locals>.")[-1]
+    base = prefix + (re.sub(r"\W+", "_", title).strip("_") or "function")
     names = itertools.chain([base], (f"{base}_{number}" for number in itertools.count(2)))
-    name = next(name for name in names if name not in taken)
+    name = next(name for name in names if name not in reserved)
     if not in_process:
         try:
             _copies[name] = _copy(function)
@@ -133,11 +133,11 @@ def register_own(function: Callable, field: str) -> str:
     """Return a name for a function that this process calls; a changed one has another name."""
     if _is_importable(function):
         return register_function(function, in_process=False)
-    taken = [name for name, other in _functions.items() if not _is_same(function, other)]
-    return register_function(function, in_process=True, taken=taken, field=field)
+    reserved = [name for name, earlier in _functions.items() if not _is_same(function, earlier)]
+    return register_function(function, in_process=True, reserved=reserved, field=field)
 
 
-def _is_same(function: Callable, other: Callable) -> bool:
+def _is_same(function: Callable, earlier: Callable) -> bool:
     """Return whether two functions have equal code and variables, as of a cell that runs again."""
 
     def content(function: Any) -> tuple:
@@ -145,7 +145,7 @@ def _is_same(function: Callable, other: Callable) -> bool:
         return function.__code__, function.__defaults__, function.__kwdefaults__, cells
 
     try:
-        return function is other or content(function) == content(other)
+        return function is earlier or content(function) == content(earlier)
     except Exception:  # objects that are no functions, or that can't be compared
         return False
 
