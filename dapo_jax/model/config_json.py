@@ -77,31 +77,23 @@ NUMBERS: dict[str, tuple[type, Range]] = {
 }
 # Kinds of layers in config.json; linear ones are gated delta-net layers.
 FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
-# Fields of a scaling in config.json by its type, with the attributes of RopeScaling they set.
-_ORIGINAL = {"original_max_position_embeddings": "original_tokens"}
-_FIELDS: dict[str, dict[str, str]] = {
-    "linear": {"factor": "factor"},
-    "proportional": {"factor": "factor", "partial_rotary_factor": "rotated"},
-    "llama3": {
-        "factor": "factor",
-        "low_freq_factor": "low_turns",
-        "high_freq_factor": "high_turns",
-        **_ORIGINAL,
-    },
-    "yarn": {
-        "factor": "factor",
-        "beta_slow": "low_turns",
-        "beta_fast": "high_turns",
-        **_ORIGINAL,
-        "attention_factor": "attention_factor",
-        "truncate": "truncate",
-    },
+# Fields of a scaling in config.json by its type: attribute of RopeScaling, and default.
+_FACTOR = {"factor": ("factor", None)}
+_ORIGINAL = {"original_max_position_embeddings": ("original_tokens", None)}
+_FIELDS: dict[str, dict[str, tuple[str, Any]]] = {
+    "linear": _FACTOR,
+    "proportional": {"factor": ("factor", 1.0), "partial_rotary_factor": ("rotated", 1.0)},
+    "llama3": _FACTOR
+    | {"low_freq_factor": ("low_turns", None), "high_freq_factor": ("high_turns", None)}
+    | _ORIGINAL,
+    "yarn": _FACTOR
+    | {"beta_slow": ("low_turns", 1.0), "beta_fast": ("high_turns", 32.0)}
+    | _ORIGINAL
+    | {"attention_factor": ("attention_factor", None), "truncate": ("truncate", None)},
 }
 _OUTSIDE = ("rope_theta", "partial_rotary_factor")  # of older folders, outside of tables
 _LOCAL = "rope_local_base_freq"
-_QUERY_GROWTH = {"llama_4_scaling_beta": "query_growth"}
-_DEFAULTS = {"beta_slow": 1.0, "beta_fast": 32.0}
-_PROPORTIONAL = {"factor": 1.0, "partial_rotary_factor": 1.0}
+_QUERY_GROWTH = {"llama_4_scaling_beta": ("query_growth", None)}
 
 
 # --- single fields --------------------------------------------------------------------------
@@ -234,7 +226,7 @@ def _read_rope(values: dict[str, Any], rope: dict[str, Any], family: Family) -> 
         return {"rope_theta": theta}
     fields = _FIELDS[kind] | (_QUERY_GROWTH if family.query_growth else {})
     read: dict[str, Any] = {"kind": kind}
-    for name, ours in fields.items():
+    for name, (ours, default) in fields.items():
         if name == "attention_factor":
             read[ours] = _attention_factor(rope, read["factor"])
         elif name in _ORIGINAL:  # the context length of pretraining
@@ -243,13 +235,12 @@ def _read_rope(values: dict[str, Any], rope: dict[str, Any], family: Family) -> 
         elif name == "truncate":
             read[ours] = rope.get(name) is None or read_switch(rope, name)
         else:
-            defaults = _PROPORTIONAL if kind == "proportional" else _DEFAULTS
-            read[ours] = read_number(rope, name, defaults.get(name))
+            read[ours] = read_number(rope, name, default)
     if kind == "yarn" and theta <= 1:
         raise ValueError(f"rope_theta = {theta}: must be above 1 with yarn")
     scaling = RopeScaling(**read)
     if "low_turns" in read and scaling.low_turns >= scaling.high_turns:
-        low, high = (name for name, ours in fields.items() if ours.endswith("turns"))
+        low, high = (name for name, (ours, _) in fields.items() if ours.endswith("turns"))
         raise ValueError(
             f"{high} = {scaling.high_turns}: must be above {low} = {scaling.low_turns}"
         )
@@ -461,7 +452,7 @@ def decoder_to_json(config: DecoderConfig) -> dict[str, Any]:
     values |= {name: getattr(config, BIASES[name][0]) for name in family.biases}
     if scaling is not None:
         names = _FIELDS[scaling.kind] | (_QUERY_GROWTH if family.query_growth else {})
-        table = {name: getattr(scaling, ours) for name, ours in names.items()}
+        table = {name: getattr(scaling, ours) for name, (ours, _) in names.items()}
         values["rope_scaling"] = {"rope_type": scaling.kind, **table}
     elif "rope_parameters" in family.defaults:
         values["rope_parameters"] = {"rope_type": "default", "rope_theta": config.rope_theta}

@@ -181,6 +181,7 @@ def test_attention_and_its_gradients_equal_plain(
 ):
     monkeypatch.setattr(blockwise_attention, "BLOCK", block)
     monkeypatch.setattr(splash_attention, "MAX_BLOCK", 128)
+    monkeypatch.setattr(cudnn_attention, "SEGMENTS", (8,))
     mesh = sizes and make_mesh(**({"data": 1, "fsdp": 1, "tensor": 1} | sizes))
     cases = {window: window and Window(window)}
     if isinstance(window, tuple):

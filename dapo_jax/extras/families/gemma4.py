@@ -6,6 +6,7 @@ The variant with experts beside each MLP (26B-A4B) is not supported.
 import dataclasses
 from typing import Any
 
+from dapo_jax.model.config_json import read_table
 from dapo_jax.model.family import OUT_NORM_TENSORS, Family, Windows, same_value
 
 _FULL, _PERIOD, _MAX_LAYERS = "full_attention", 6, 2**10
@@ -39,14 +40,14 @@ def _prepare(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _sizes_of_full_layers(values: dict[str, Any], types: Any) -> dict[str, Any]:
-    table = values.pop("per_layer_config", None)
+    # Numbers of layers are padded: '05' beside '11'.
+    table = read_table(values, "per_layer_config").items()
+    table = {name.lstrip("0") or "0": sizes for name, sizes in table}
     if not table:
         return {}
     names = {"head_dim": "global_head_dim", "num_key_value_heads": "num_global_key_value_heads"}
     full = [str(i) for i, kind in enumerate(types or []) if kind == _FULL]
-    if isinstance(table, dict):  # numbers are padded: '05' beside '11'
-        table = {name.lstrip("0") or "0": sizes for name, sizes in table.items()}
-    sizes = table.get(full[0]) if isinstance(table, dict) and full else None
+    sizes = table.get(full[0]) if full else None
     if not isinstance(sizes, dict) or table != dict.fromkeys(full, sizes) or sizes.keys() - names:
         raise ValueError(f"per_layer_config: must be the same {' and '.join(names)} in {_FULL}")
     return {
