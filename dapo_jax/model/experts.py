@@ -118,11 +118,9 @@ def _mix_on_mesh(x, weights, chosen, matrices: dict[str, Array], activation: Cal
     """Return the weighted sums of the experts of all devices; arrays are [B, T, ...]."""
 
     def flat(x, weights, chosen, matrices, first):
-        def merged(array):
-            return array.reshape(-1, array.shape[-1])
-
-        mixed = mix(merged(x), merged(weights), merged(chosen), matrices, activation, first)
-        return mixed.reshape(x.shape)
+        by_token = (array.reshape(-1, array.shape[-1]) for array in (x, weights, chosen))
+        tokens, weights, chosen = by_token
+        return mix(tokens, weights, chosen, matrices, activation, first).reshape(x.shape)
 
     if sharding.active_mesh() is None:
         return flat(x, weights, chosen, matrices, 0)
@@ -136,11 +134,8 @@ def _mix_on_mesh(x, weights, chosen, matrices: dict[str, Array], activation: Cal
     specs = {
         name: sharding.dividing_spec(array.shape, *names[name]) for name, array in matrices.items()
     }
-    gate = specs[NAMES[0]]
-    expert_axes = sharding.entry_axes(gate[0])
-    mlp_axes = sharding.entry_axes(gate[2])
-    row_axes = sharding.entry_axes(rows[0])
-    shared = tuple(axis for axis in expert_axes if axis in row_axes)
+    expert_axes, mlp_axes = (sharding.entry_axes(specs[NAMES[0]][i]) for i in (0, 2))
+    shared = tuple(axis for axis in expert_axes if axis in sharding.entry_axes(rows[0]))
     rest = tuple(axis for axis in expert_axes if axis not in shared) + mlp_axes
 
     def on_device(x, weights, chosen, matrices):
