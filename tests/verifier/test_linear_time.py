@@ -14,8 +14,8 @@ from dapo_jax.extras.math import units
 from dapo_jax.rewards import functions
 from dapo_jax.rollout.environments import builtin
 
-SHORT, LONG = 100, 800  # repeats of a piece; some 1,600 characters
-ALLOWED_SECONDS = 0.001  # below it, a clock says nothing
+SHORT, LONG = 50, 400  # repeats of a piece; some 800 characters
+ALLOWED_SECONDS = 0.0003  # below it, a clock says nothing
 MOST_GROWTH = 3  # times that of a linear one
 PIECES = r"""
   \, \\,~ \! \quad~ \text{ \text{a} \text{a}/ \frac{1}{2} \circ ^\circ { } ( ) [ ] | , . - + / * ^
