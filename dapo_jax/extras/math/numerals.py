@@ -20,7 +20,7 @@ _DECIMAL = rf"(?:(?:{_INTEGER})(?:\.\d*)?|\.\d+)"
 _SIGN = r"(?:[-+] ?)?"
 _TERM = _SIGN + _DECIMAL
 _PART = re.compile(_TERM, re.ASCII)
-_SIGNED = re.compile(r"([-+]?) *([^-+ ].*?) *(%?)", re.DOTALL)
+_SIGNED = re.compile(r"\s*+([-+]?)\s*+([^-+\s].*)", re.DOTALL)
 _REPEATING = re.compile(
     r"(\d*)\.(\d*)(?:\\(?:overline|bar|dot) ?\{ ?(\d+) ?\}|\\(?:overline|bar|dot) ?(\d)|\((\d+)\))",
     re.ASCII,
@@ -88,10 +88,11 @@ _BASES |= {"0b": 2, "0o": 8, "0x": 16} | VALUES
 
 def read_number(text: str) -> Fraction | None:
     """Return the value of a plain numeral in normalised text; None for anything else."""
-    match = _SIGNED.fullmatch(text) if len(text) <= LONGEST_NUMERAL else None
+    body = text.removesuffix("%").rstrip()
+    match = _SIGNED.fullmatch(body) if len(text) <= LONGEST_NUMERAL else None
     if match is None or (value := _magnitude(match[2])) is None:
         return None
-    return value * (-1 if match[1] == "-" else 1) / (100 if match[3] else 1)
+    return value * (-1 if match[1] == "-" else 1) / (100 if text.endswith("%") else 1)
 
 
 def read_digits(text: str) -> tuple[str, int] | None:
