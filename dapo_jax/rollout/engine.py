@@ -13,11 +13,11 @@ from dapo_jax.config.experiment import Sampler
 from dapo_jax.model.caches import DecodeState, Prefix, PromptCache
 from dapo_jax.model.decoder import DecoderConfig
 from dapo_jax.rollout.cache_layout import CacheLayout, with_scales
-from dapo_jax.rollout.engine_programs import EngineShape, Starts, engine_programs
+from dapo_jax.rollout.engine_programs import EnginePrograms, EngineShape, Starts
 from dapo_jax.rollout.requests import SlotOutput
 from dapo_jax.rollout.sampling import stack_rules
-from dapo_jax.rollout.weight_transfer import TrainerWeights
 from dapo_jax.runtime import sharding
+from dapo_jax.runtime.kept_programs import keep
 from dapo_jax.types.errors import require
 from dapo_jax.types.structs import SamplingRule
 
@@ -87,8 +87,7 @@ class PolicyEngine:
         prompts = self.prefill_width if self.layout.takes_many else 1
         self._insert_widths = sorted({1, insert_width, min(slots, insert_width * prompts)})
         self.max_insert_width = self._insert_widths[-1]  # slots that one `insert` can fill
-        trainer = TrainerWeights(trained_on or mesh, frozen or {})
-        self.programs = engine_programs(shape, mesh, self.layout, trainer)
+        self.programs = keep(EnginePrograms, shape, mesh, trained_on or mesh, frozen=frozen)
 
     def load_params(self, params: Any) -> Any:
         """Return decoding weights for the trainer's live parameters."""

@@ -22,9 +22,8 @@ from dapo_jax.rollout.cache_layout import CacheLayout
 from dapo_jax.rollout.page_table import Fills
 from dapo_jax.rollout.proposals import propose, sibling_texts
 from dapo_jax.rollout.sampling import SamplingRules, sample_tokens, sample_tokens_by_slot
-from dapo_jax.rollout.weight_transfer import DecodingWeights, TrainerWeights
+from dapo_jax.rollout.weight_transfer import DecodingWeights
 from dapo_jax.runtime import sharding
-from dapo_jax.runtime.kept_programs import keep
 from dapo_jax.types.structs import SamplingRule, present
 
 CALIBRATION_ROWS = 4
@@ -82,13 +81,15 @@ class EnginePrograms:
         self,
         shape: EngineShape,
         mesh: Mesh,
-        layout: CacheLayout,
-        trainer: TrainerWeights,  # mesh of the trainer's parameters, and those that are frozen
+        trained_on: Mesh,  # of the trainer's parameters
+        frozen: Any = None,  # parameters that never change
     ):
         self._shape = shape
         self._mesh = mesh
-        self._layout: Any = layout  # its caches are of its own kind
-        self.weights = DecodingWeights(shape.config, mesh, trainer, shape.settings)
+        # An engine has another one, which holds the state of its pages.
+        layout: Any = CacheLayout(shape.config, mesh, shape.settings, shape.cache_tokens)
+        self._layout = layout
+        self.weights = DecodingWeights(shape.config, mesh, trained_on, shape.settings, frozen)
         # Any: a prefix or a state of shardings, which has arrays there.
         place: Any = functools.partial(sharding.sharding, mesh, column=sharding.DECODING)
         replicated = place()
@@ -348,18 +349,3 @@ def _feed_responses(
         known=present(state.known, "known").at[slots].set(known, mode="drop"),
         active=state.active.at[slots].set(True, mode="drop"),
     )
-
-
-def engine_programs(
-    shape: EngineShape, mesh: Mesh, layout: CacheLayout, trainer: TrainerWeights
-) -> EnginePrograms:
-    """Return the programs of an engine; equal engines without frozen parameters share them."""
-    if trainer.frozen:
-        return EnginePrograms(shape, mesh, layout, trainer)
-    return keep(_programs_without_frozen, shape, mesh, trainer.mesh)
-
-
-def _programs_without_frozen(shape: EngineShape, mesh: Mesh, trained_on: Mesh) -> EnginePrograms:
-    # These programs have their own layout: the engine's layout holds the state of its pages.
-    layout = CacheLayout(shape.config, mesh, shape.settings, shape.cache_tokens)
-    return EnginePrograms(shape, mesh, layout, TrainerWeights(trained_on))

@@ -5,7 +5,6 @@ transfer a program holds its inputs and outputs: all layers at once is the faste
 need less memory.
 """
 
-import dataclasses
 import functools
 import itertools
 from collections.abc import Iterator, Sequence
@@ -200,28 +199,25 @@ class Loader:
         }
 
 
-@dataclasses.dataclass(frozen=True)
-class TrainerWeights:
-    """Mesh of the trainer's parameters, and the parameters that never change."""
-
-    mesh: Mesh
-    frozen: Any = dataclasses.field(default_factory=dict)
-
-
 class DecodingWeights:
     """Decoding copies of the trainer's parameters; the frozen ones are copied once."""
 
     def __init__(
-        self, config: decoder.DecoderConfig, mesh: Mesh, trainer: TrainerWeights, settings: Sampler
+        self,
+        config: decoder.DecoderConfig,
+        mesh: Mesh,
+        trained_on: Mesh,  # of the trainer's parameters
+        settings: Sampler,
+        frozen: Any = None,  # parameters that never change
     ):
         self._config = config
-        self._frozen = trainer.frozen
+        self._frozen = frozen or {}
         self._frozen_copy: dict[str, Array] | None = None
         boxed = sharding.flatten(decoder.abstract_params(config))
-        frozen = sharding.flatten(trainer.frozen)
-        load = functools.partial(Loader, config, trainer.mesh, mesh, settings=settings)
-        self.load_frozen = load({path: boxed[path] for path in frozen})
-        self.load_trained = load({p: leaf for p, leaf in boxed.items() if p not in frozen})
+        kept = sharding.flatten(self._frozen)
+        load = functools.partial(Loader, config, trained_on, mesh, settings=settings)
+        self.load_frozen = load({path: boxed[path] for path in kept})
+        self.load_trained = load({p: leaf for p, leaf in boxed.items() if p not in kept})
 
     def frozen(self) -> dict[str, Array]:
         """Return the decoding copy of the frozen parameters, made at the first call."""

@@ -14,7 +14,7 @@ from small_runs import equal
 from dapo_jax.config.experiment import Lora, Sampler
 from dapo_jax.extras.samplers.weight_versions import KEPT, WeightVersions
 from dapo_jax.model.trainable import choose_trained, fresh_adapters
-from dapo_jax.rollout.weight_transfer import DecodingWeights, TrainerWeights
+from dapo_jax.rollout.weight_transfer import DecodingWeights
 from dapo_jax.run.build import load_frozen
 
 ARRAYS = {
@@ -59,8 +59,8 @@ def test_each_shard_is_written_once_and_arrays_are_whole_again(versions, tmp_pat
 def test_of_a_run_with_adapters_only_they_are_written(versions, tiny_folder, one_device):
     decoder = choose_trained(TINY, 0.0, Lora(rank=2, alpha=4.0))
     adapters = fresh_adapters(decoder, one_device, 0)
-    trainer = TrainerWeights(one_device, load_frozen(str(tiny_folder), decoder, one_device))
-    weights = DecodingWeights(decoder, one_device, trainer, Sampler())
+    frozen = load_frozen(str(tiny_folder), decoder, one_device)
+    weights = DecodingWeights(decoder, one_device, one_device, Sampler(), frozen)
     arrays = versions.read(versions.write(weights.load_trained(adapters)))
     assert arrays and not arrays.keys() & weights.frozen().keys()
     assert equal(weights.load(adapters), weights.load(arrays))
