@@ -5,9 +5,7 @@ groups continue in the next step, and a step waits for groups that are `carry_ov
 """
 
 import dataclasses
-from collections.abc import Sequence, Set
 
-from dapo_jax.config.experiment import Config
 from dapo_jax.rollout.dynamic_sampling import Collection, Judge
 from dapo_jax.types.contracts import Sampler
 from dapo_jax.types.structs import CollectedGroups, Group, PartialGroup
@@ -16,40 +14,13 @@ from dapo_jax.types.structs import CollectedGroups, Group, PartialGroup
 class CarryOverCollection(Collection):
     """Collection that starts with partial groups and leaves some to the next step."""
 
-    def __init__(
-        self,
-        config: Config,
-        kept_fraction: float,
-        step: int,  # the current step, from which ages are counted
-        partial: Sequence[PartialGroup],
-        position: int,
-    ):
-        super().__init__(config, kept_fraction, position)
-        self._rollout = config.rollout
-        self._step = step
-        self._partial = partial
-        self._first_steps = {group.prompt.index: group.step for group in partial if group.tokens}
-        self._requested = [group.prompt for group in partial]
-        for group in partial:
-            if group.judged:
-                self._add(group.judged)
-        self._reused = frozenset(self._scored)
-
-    def resume(self, sampler: Sampler) -> None:
-        for group in self._partial:
-            if group.judged is None:
-                sampler.submit(group.prompt, self._rollout.samples_per_prompt, carried=group)
-
     def _target(self, sampler: Sampler, in_flight: int) -> int:
         """Return also a target that keeps every slot busy, up to a batch ahead."""
         kept, fraction = len(self._kept), self._estimate(self._scored_now())
-        continues = kept < self._wanted or self._rollout.carry_over == "all"
+        continues = kept < self._wanted or self.config.rollout.carry_over == "all"
         if continues and sampler.room > 0 and kept + in_flight * fraction < 2 * self._wanted:
             return in_flight + 1
         return super()._target(sampler, in_flight)
-
-    def _scored_now(self) -> Set[int]:
-        return self._scored.keys() - self._reused
 
     def first_kept(self) -> list[Group]:
         """Return the first kept groups in data order among those scored so far."""
@@ -61,12 +32,11 @@ class CarryOverCollection(Collection):
 
     def full(self) -> bool:
         """Return True if the step has its groups and needs to wait for no old group."""
-        oldest = self._step - self._rollout.carry_over_max_age
-        late = any(
-            step <= oldest and index not in self._scored
-            for index, step in self._first_steps.items()
+        oldest = self._step - self.config.rollout.carry_over_max_age
+        return super().full() and not any(
+            group.tokens and group.step <= oldest and group.prompt.index not in self._scored
+            for group in self._partial
         )
-        return super().full() and not late
 
     def end(self, sampler: Sampler, judge: Judge) -> CollectedGroups:
         """Return the collected groups, and the groups for the next step."""
@@ -76,20 +46,21 @@ class CarryOverCollection(Collection):
             PartialGroup(own.prompt, self._step + 1) if own.prompt.index in self._parts else own
             for own in sampler.stop(keep=True)
         ]
-        groups = self.first_kept()
+        first_steps = {group.prompt.index: group.step for group in self._partial if group.tokens}
+        groups, settings = self.first_kept(), self.config.rollout
         surplus = self._kept - {group.prompt.index for group in groups}
         started = [group.prompt.index for group in unfinished if group.tokens]
         following = max([self.start, *(i + 1 for i in (*self._scored, *started))])
         carried = list(unfinished)
         for group in (group for i, group in self._scored.items() if i in surplus):
             # A checkpoint holds no failed responses, so the next step must not see them either.
-            is_kept = self._rollout.carry_over == "all"
+            is_kept = settings.carry_over == "all"
             scored = dataclasses.replace(group, failed=()) if is_kept else None
-            first_step = self._first_steps.get(group.prompt.index, self._step)
+            first_step = first_steps.get(group.prompt.index, self._step)
             carried.append(PartialGroup(group.prompt, first_step, judged=scored))
         following_step, expired = self._step + 1, 0
         for i, group in enumerate(carried):
-            if group.tokens and following_step - group.step > self._rollout.carry_over_max_age:
+            if group.tokens and following_step - group.step > settings.carry_over_max_age:
                 carried[i] = PartialGroup(group.prompt, following_step)
                 expired += 1
         carried.sort(key=lambda group: group.prompt.index)
@@ -98,14 +69,4 @@ class CarryOverCollection(Collection):
             self._collected(groups, surplus, following, estimate),
             carried=tuple(group for group in carried if group.prompt.index < following),
             expired=expired,
-            reused=self._reused,
         )
-
-
-def open_collection(
-    config: Config, kept_fraction: float, step: int, partial: Sequence[PartialGroup], position: int
-) -> Collection:
-    """Return the collection for `config.rollout.carry_over`."""
-    if config.rollout.carry_over == "none":
-        return Collection(config, kept_fraction, position)
-    return CarryOverCollection(config, kept_fraction, step, partial, position)

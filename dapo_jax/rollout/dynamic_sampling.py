@@ -20,7 +20,14 @@ import numpy as np
 
 from dapo_jax.config.experiment import Config, Reward
 from dapo_jax.types.contracts import Sampler
-from dapo_jax.types.structs import CollectedGroups, Completion, Group, Interrupted, Prompt
+from dapo_jax.types.structs import (
+    CollectedGroups,
+    Completion,
+    Group,
+    Interrupted,
+    PartialGroup,
+    Prompt,
+)
 
 INITIAL_KEPT_FRACTION = 0.5  # estimate before any group is scored
 MIN_KEPT_FRACTION = 1 / 16  # bounds how many prompts a pessimistic estimate requests
@@ -78,15 +85,24 @@ class Judge(Protocol):
 class Collection:
     """Prompts of one step in the order of their requests, with their scored groups."""
 
-    def __init__(self, config: Config, kept_fraction: float, position: int):
+    def __init__(
+        self,
+        config: Config,
+        kept_fraction: float,
+        position: int,  # of the first new prompt in the data
+        step: int = 0,  # the current step
+        partial: Sequence[PartialGroup] = (),  # groups of earlier steps (`rollout.carry_over`)
+    ):
         self.config = config
         self.start = position
+        self._step = step
+        self._partial = partial
         self._kept_fraction = kept_fraction
         self._wanted = config.rollout.prompts_per_step
         self._limit = self._wanted * config.rollout.max_sample_rounds
         # One prefill batch: waiting longer gives a better estimate of how many are needed.
         self._max_waiting = config.sampler.prefill_prompts * config.rollout.samples_per_prompt
-        self._requested: list[Prompt] = []
+        self._requested = [group.prompt for group in partial]
         # By position in the data. A pod collects thousands of groups, so each is checked once.
         self._scored: dict[int, Group] = {}
         self._kept: set[int] = set()
@@ -98,9 +114,17 @@ class Collection:
         self._resampled: dict[int, Group] = {}  # groups that were broken at first
         self._again: list[Prompt] = []
         self._parts: dict[int, list[Completion]] = {}  # responses of groups that are sampled again
+        for group in partial:
+            if group.judged:
+                self._add(group.judged)
+        self._reused = frozenset(self._scored)
 
     def resume(self, sampler: Sampler) -> None:
         """Submit the groups that earlier steps started."""
+        for group in self._partial:
+            if group.judged is None:
+                samples = self.config.rollout.samples_per_prompt
+                sampler.submit(group.prompt, samples, carried=group)
 
     def wants_more(self, sampler: Sampler) -> bool:
         """Return True if too few prompts are in flight to fill the batch, by the estimate."""
@@ -115,7 +139,7 @@ class Collection:
 
     def _scored_now(self) -> Set[int]:
         """Return the positions of the groups that this step has scored."""
-        return self._scored.keys()
+        return self._scored.keys() - self._reused
 
     def _estimate(self, scored: Set[int]) -> float:
         if not self.config.algorithm.dynamic_sampling:
@@ -268,6 +292,7 @@ class Collection:
             truncated_prompts=sum(prompt.truncated for prompt in passed),
             starved=len(groups) < self._wanted,
             resampled=tuple(self._resampled.values()),
+            reused=self._reused,
         )
 
 

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from dapo_jax.config.experiment import Config
 from dapo_jax.data.prompt_stream import PromptStream
-from dapo_jax.rollout.carry_over import open_collection
+from dapo_jax.rollout.carry_over import CarryOverCollection
 from dapo_jax.rollout.curriculum import Pools, RestingPrompts, update_pools
 from dapo_jax.rollout.dynamic_sampling import (
     INITIAL_KEPT_FRACTION,
@@ -171,9 +171,8 @@ class RolloutSource:
         start = time.perf_counter()
         sampler = self.sampler
         self._begin(params, step, policy_step)
-        collection = open_collection(
-            self.config, state.kept_fraction, step, state.partial, state.position
-        )
+        kind = Collection if self.config.rollout.carry_over == "none" else CarryOverCollection
+        collection = kind(self.config, state.kept_fraction, state.position, step, state.partial)
         rate, seed = self.config.rollout.resting_rate, self.config.seed
         self.prompts.position = state.position
         prompts = RestingPrompts(self.prompts, state.pools, rate, seed)

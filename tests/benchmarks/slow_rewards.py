@@ -19,8 +19,7 @@ from dapo_jax.config.experiment import Config, Data, Rollout
 from dapo_jax.data.prompt_stream import PromptStream
 from dapo_jax.data.prompts.tokenizer import arithmetic_tokenizer
 from dapo_jax.rewards.judge import Judge
-from dapo_jax.rollout.carry_over import open_collection
-from dapo_jax.rollout.dynamic_sampling import collect
+from dapo_jax.rollout.dynamic_sampling import Collection, collect
 from dapo_jax.types.structs import CollectedGroups, Verdict
 
 BURST_SECONDS = 0.05
@@ -84,8 +83,8 @@ def roll_out(seconds: float, seed: int = 0, burst_seconds=BURST_SECONDS, **rollo
     pool = SlowPool(seconds, seed)
     prompts = PromptStream(config.data, 0, arithmetic_tokenizer())
     start = time.monotonic()
-    collection = open_collection(config, 0.67, 0, (), 0)
-    collected: CollectedGroups = collect(collection, prompts, sampler, Judge(config, pool))
+    collection, judge = Collection(config, 0.67, 0), Judge(config, pool)
+    collected: CollectedGroups = collect(collection, prompts, sampler, judge)
     seconds, last = time.monotonic() - start, collected.groups[-1].prompt.index
     least = max(end for index, end in pool.ends.items() if index <= last) - start
     return collected, seconds, pool.longest, least, sampler.counts
