@@ -6,25 +6,17 @@ import time
 
 import numpy as np
 import pytest
-from scored import judge_groups
+from scored import judge_groups, register
 
 from dapo_jax.config.experiment import Config, Reward
 from dapo_jax.rewards import judge as judge_module
 from dapo_jax.rewards import scorers
 from dapo_jax.rewards.functions import GroupCall, find_functions, wanted_columns
-from dapo_jax.runtime.workers.pickled_functions import register_function
 from dapo_jax.types.errors import ConfigError
 from dapo_jax.types.structs import WantedColumns
 
 COLUMNS = {"tests": [[1, 2], [3, 4]], "rubric": {"weight": 0.5}, "tokens": 9, "id": "a"}
 COLUMNS["answer"] = {"gold": [1]}  # arrives as an object
-
-
-def register(*functions, in_process=False) -> list[str]:
-    names: list[str] = []
-    for function in functions:
-        names.append(register_function(function, in_process, reserved=names))
-    return names
 
 
 def judge_group(names: list[str], columns=COLUMNS, **reward):

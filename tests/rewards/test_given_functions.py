@@ -14,7 +14,7 @@ import time
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from scored import ask, submit
+from scored import ask, register, submit
 
 from dapo_jax.config.experiment import Reward
 from dapo_jax.rewards import scorers
@@ -28,9 +28,7 @@ FACTOR = 2.0
 
 def judge(responses: list[str], *functions, in_process=False, **reward) -> tuple[list, int]:
     """Rewards or failures of the responses through the real pool, and its killed workers."""
-    names: list[str] = []
-    for function in functions:
-        names.append(register_function(function, in_process, reserved=names))
+    names = register(*functions, in_process=in_process)
     parts = ",".join(f"{name}=1" for name in names)
     with contextlib.closing(RewardPool(Reward(parts=parts, **reward))) as pool:
         verdicts = ask(pool, [(response, "7") for response in responses])

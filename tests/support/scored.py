@@ -11,7 +11,16 @@ import numpy as np
 from dapo_jax.config.experiment import Config
 from dapo_jax.rewards.judge import Judge
 from dapo_jax.rewards.pool import RewardPool
+from dapo_jax.runtime.workers.pickled_functions import register_function
 from dapo_jax.types.structs import Completion, Group, Prompt, Verdict
+
+
+def register(*functions: Callable, in_process: bool = False) -> list[str]:
+    """Return the names of functions as parts of a reward."""
+    names: list[str] = []
+    for function in functions:
+        names.append(register_function(function, in_process, reserved=names))
+    return names
 
 
 def say(text: str, tokens: int | None = None, **fields) -> Completion:
