@@ -27,7 +27,7 @@ from dapo_jax.types.errors import require
 AXES = ("data", "fsdp", "expert", "context", "decode_tensor", "tensor")
 unbox = nn.unbox  # removes the logical axis names from a tree
 # Returns the leaves of nested dictionaries by path, as in `layers/query/kernel`.
-flatten = functools.partial(traverse_util.flatten_dict, sep="/")
+flatten: Callable[[Any], dict[str, Any]] = functools.partial(traverse_util.flatten_dict, sep="/")
 
 # logical name: (mesh axes in training, mesh axes in decoding)
 RULES = {
