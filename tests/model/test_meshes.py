@@ -27,6 +27,7 @@ MAKE_PARAMS = {  # by family
     DELTA.family: test_delta_net.random_params,
     GEMMA_4.family: lambda _: test_mixed_layers.make_params(),
 }
+TOLERANCES = {GEMMA_4.family: 2e-3}  # its gradients, of up to 150, multiply rounding
 CASES = {  # config, sizes of fsdp and tensor, and of other axes
     "blocked, length cut": (recomputed(TINY), (2, 2), {"context": 2}),
     "windows, length cut": (recomputed(GEMMA), (2, 1), {"context": 4}),
@@ -68,4 +69,5 @@ def test_gradients_on_a_mesh_equal_those_on_one_device(config, sizes, cut, one_d
         with sharding.activate(mesh):
             return jax.jit(jax.grad(loss))(placed)
 
-    assert_close(gradient(config, make_mesh(1, *sizes, **cut)), gradient(plain, one_device), 2e-5)
+    actual, expected = gradient(config, make_mesh(1, *sizes, **cut)), gradient(plain, one_device)
+    assert_close(actual, expected, TOLERANCES.get(config.family, 2e-5))
