@@ -66,43 +66,6 @@ def batch_centre(rewards: Float[np.ndarray, "B"], groups: Int[np.ndarray, "B"]) 
     return rewards - rewards.mean()
 
 
-def centre_by_length(
-    rewards: Float[np.ndarray, "B"], groups: Int[np.ndarray, "B"], lengths: Int[np.ndarray, "B"]
-) -> np.ndarray:
-    """Return R - sum(n R) / sum(n) over the group, n tokens per response (OPO, 2505.23585).
-
-    >>> centre_by_length(np.array([1.0, 0]), np.array([7, 7]), np.array([1, 3]))
-    array([ 0.75, -0.25])
-    """
-    weighted, _ = group_means(lengths * rewards, groups)
-    length, _ = group_means(lengths, groups)
-    return rewards - weighted / np.maximum(length, STD_EPSILON)
-
-
-def pass_at_k_advantages(
-    correct: Bool[np.ndarray, "B"], groups: Int[np.ndarray, "B"], k: int
-) -> np.ndarray:
-    """Return the analytic advantages of pass@k training (arXiv 2508.10751, eqs. 14 and 15).
-
-    A set of k of the group's G responses is correct if one of them is. The fraction of correct sets
-    is m = 1 - C(wrong, k) / C(G, k). With s = sqrt(m (1 - m)) a correct response has the advantage
-    (1 - m) / s, an incorrect one (1 - m - C(wrong - 1, k - 1) / C(G - 1, k - 1)) / s; 0 if s = 0.
-    """
-    wrong_share, size = group_means(1.0 - correct, groups)
-    wrong = np.rint(wrong_share * size)
-
-    def none_correct(wrong: np.ndarray, size: np.ndarray, k: int) -> np.ndarray:
-        """Return C(wrong, k) / C(size, k) without computing a factorial."""
-        factors = [np.maximum(wrong - i, 0) / np.maximum(size - i, 1) for i in range(k)]
-        return np.prod(factors, axis=0)
-
-    m = 1 - none_correct(wrong, size, k)
-    std = np.sqrt(m * (1 - m))
-    correct_sets_of_wrong = none_correct(wrong - 1, size - 1, k - 1)
-    gain = np.where(correct, 1 - m, 1 - m - correct_sets_of_wrong)
-    return np.where(std > 0, gain / np.maximum(std, STD_EPSILON), 0.0)
-
-
 def best_minus_second(
     rewards: Float[np.ndarray, "B"], groups: Int[np.ndarray, "B"]
 ) -> Float[np.ndarray, "B"]:
@@ -219,10 +182,12 @@ class Feedback:
     def discounted_sums(
         self, values: Float[np.ndarray, "*M R T"], discounts: Float[np.ndarray, "*M R T"] | float
     ) -> Float[np.ndarray, "*M R T"]:
-        """Return `discounted_sums` over the tokens of responses; observations do not discount."""
-        values = np.where(self.on_response, values, 0.0)
-        discounts = np.where(self.on_response, discounts, 1.0)
-        return np.where(self.on_response, discounted_sums(values, discounts, self.continues), 0.0)
+        """Return s[t] = v[t] + d[t] s[t + 1] in each response; observations do not discount."""
+        factors = np.where(self.continues, np.where(self.on_response, discounts, 1.0), 0.0)
+        sums = np.where(self.on_response, values, 0.0).astype(np.float64)
+        for t in range(sums.shape[-1] - 2, -1, -1):
+            sums[..., t] += factors[..., t] * sums[..., t + 1]
+        return np.where(self.on_response, sums, 0.0)
 
 
 class Estimates(NamedTuple):
@@ -283,22 +248,14 @@ def broadcast_to_tokens(
 
 
 def _per_response(function: Callable[[np.ndarray, np.ndarray], np.ndarray]) -> "Estimator":
-    def estimator(algorithm: Algorithm, feedback: Feedback) -> np.ndarray:
-        advantages = function(feedback.rewards, feedback.groups)
-        scale = SCALES[algorithm.advantage_scale]
-        scaled = scale(advantages, feedback.rewards, feedback.groups)
-        return broadcast_to_tokens(scaled, feedback.response_index)
-
-    return estimator
+    return lambda algorithm, feedback: function(feedback.rewards, feedback.groups)
 
 
 def length_weighted_centre(algorithm: Algorithm, feedback: Feedback) -> np.ndarray:
-    """Apply `centre_by_length` with all tokens of a response."""
-
-    def centre(rewards: np.ndarray, groups: np.ndarray) -> np.ndarray:
-        return centre_by_length(rewards, groups, feedback.lengths)
-
-    return _per_response(centre)(algorithm, feedback)
+    """Return R - sum(n R) / sum(n) over the group, n tokens per response (OPO, 2505.23585)."""
+    weighted, _ = group_means(feedback.lengths * feedback.rewards, feedback.groups)
+    length, _ = group_means(feedback.lengths, feedback.groups)
+    return feedback.rewards - weighted / np.maximum(length, STD_EPSILON)
 
 
 def reward_parts(algorithm: Algorithm, feedback: Feedback) -> np.ndarray:
@@ -310,30 +267,34 @@ def reward_parts(algorithm: Algorithm, feedback: Feedback) -> np.ndarray:
     weights = np.abs(present(feedback.part_weights, "part_weights"))  # the parts have the sign
     scores = [normalise_in_groups(part, feedback.groups) for part in parts]
     total = np.sum(weights[:, None] * np.array(scores), axis=0)
-    whitened = (total - total.mean()) / (total.std(ddof=min(1, len(total) - 1)) + STD_EPSILON)
-    return broadcast_to_tokens(whitened, feedback.response_index)
+    return (total - total.mean()) / (total.std(ddof=min(1, len(total) - 1)) + STD_EPSILON)
 
 
 def pass_at_k(algorithm: Algorithm, feedback: Feedback) -> np.ndarray:
-    """Apply `pass_at_k_advantages` with k = `pass_k`."""
-    advantages = pass_at_k_advantages(feedback.correct, feedback.groups, algorithm.pass_k)
-    return broadcast_to_tokens(advantages, feedback.response_index)
+    """Return the analytic advantages of pass@k training (arXiv 2508.10751, eqs. 14 and 15).
+
+    A set of k = `pass_k` of the group's G responses is correct if one of them is. The fraction of
+    correct sets is m = 1 - C(wrong, k) / C(G, k). With s = sqrt(m (1 - m)) a correct response has
+    the advantage (1 - m) / s, an incorrect one (1 - m - C(wrong - 1, k - 1) / C(G - 1, k - 1)) / s;
+    0 if s = 0.
+    """
+    correct, k = feedback.correct, algorithm.pass_k
+    wrong_share, size = group_means(1.0 - correct, feedback.groups)
+    wrong = np.rint(wrong_share * size)
+
+    def none_correct(wrong: np.ndarray, size: np.ndarray, k: int) -> np.ndarray:
+        """Return C(wrong, k) / C(size, k) without computing a factorial."""
+        factors = [np.maximum(wrong - i, 0) / np.maximum(size - i, 1) for i in range(k)]
+        return np.prod(factors, axis=0)
+
+    m = 1 - none_correct(wrong, size, k)
+    std = np.sqrt(m * (1 - m))
+    correct_sets_of_wrong = none_correct(wrong - 1, size - 1, k - 1)
+    gain = np.where(correct, 1 - m, 1 - m - correct_sets_of_wrong)
+    return np.where(std > 0, gain / np.maximum(std, STD_EPSILON), 0.0)
 
 
 # --- estimators with one value per token ------------------------------------------------------
-
-
-def discounted_sums(
-    values: Float[np.ndarray, "*M R T"],
-    discounts: Float[np.ndarray, "*M R T"] | float,
-    continues: Bool[np.ndarray, "*M R T"],
-) -> Float[np.ndarray, "*M R T"]:
-    """Return s[t] = v[t] + d[t] * s[t + 1] within each response: a segmented reverse scan."""
-    factors = np.where(continues, discounts, 0.0)
-    sums = np.array(values, np.float64)
-    for t in range(sums.shape[-1] - 2, -1, -1):
-        sums[..., t] += factors[..., t] * sums[..., t + 1]
-    return sums
 
 
 def reward_to_go(algorithm: Algorithm, feedback: Feedback) -> np.ndarray:
@@ -383,10 +344,10 @@ def gae(algorithm: Algorithm, feedback: Feedback) -> np.ndarray:
 
 def length_adaptive_gae(algorithm: Algorithm, feedback: Feedback) -> np.ndarray:
     """Return GAE with lambda = max(0, 1 - 1 / (alpha n)) for n tokens (VAPO, 2504.05118)."""
-    index = feedback.response_index
-    length = np.maximum(_sum_over_responses(np.ones(index.shape), index, len(feedback.rewards)), 1)
-    lambdas = np.maximum(0.0, 1 - 1 / (algorithm.lambda_alpha * length))
-    return generalised_advantages(algorithm, feedback, broadcast_to_tokens(lambdas, index))
+    lengths = np.maximum(feedback.lengths, 1)
+    lambdas = np.maximum(0.0, 1 - 1 / (algorithm.lambda_alpha * lengths))
+    lambdas = broadcast_to_tokens(lambdas, feedback.response_index)
+    return generalised_advantages(algorithm, feedback, lambdas)
 
 
 def pair_up(correct: np.ndarray, groups: np.ndarray, tokens: np.ndarray) -> np.ndarray:
@@ -418,7 +379,7 @@ def preference(algorithm: Algorithm, feedback: Feedback) -> np.ndarray:
     pull = beta * np.exp(-np.logaddexp(0.0, beta * margins))
     coefficients = np.zeros(len(feedback.rewards))
     coefficients[pairs] = pull[:, None] * np.array([1.0, -1.0])
-    return broadcast_to_tokens(coefficients, feedback.response_index)
+    return coefficients
 
 
 def real(algorithm: Algorithm, feedback: Feedback) -> np.ndarray:
@@ -439,10 +400,10 @@ def real(algorithm: Algorithm, feedback: Feedback) -> np.ndarray:
             total = np.logaddexp.reduce([0.0, *logits[member]])
             size = np.count_nonzero(feedback.groups == group)
             coefficients[member] = sign * size / t * np.exp(logits[member] - total)
-    return broadcast_to_tokens(coefficients, index)
+    return coefficients
 
 
-Estimator = Callable[[Algorithm, Feedback], np.ndarray]
+Estimator = Callable[[Algorithm, Feedback], np.ndarray]  # -> [B] or [*M R T]
 
 ESTIMATORS: dict[str, Estimator] = {
     "group_zscore": _per_response(normalise_in_groups),
@@ -460,10 +421,10 @@ ESTIMATORS: dict[str, Estimator] = {
     "gae": gae,
     "length_adaptive_gae": length_adaptive_gae,
     # Imitation of the trained responses.
-    "one": lambda algorithm, feedback: np.where(feedback.on_response, 1.0, 0.0),
+    "one": _per_response(lambda rewards, groups: np.ones(len(rewards))),
     "preference": preference,
     # Rewards are not used, only a teacher.
-    "zero": lambda algorithm, feedback: np.zeros(feedback.response_index.shape),
+    "zero": _per_response(lambda rewards, groups: np.zeros(len(rewards))),
 }
 
 
@@ -494,17 +455,23 @@ def teach(algorithm: Algorithm, advantages: np.ndarray, feedback: Feedback) -> n
     return advantages * ((1 - share) + share * evidence)
 
 
-def estimate(algorithm: Algorithm, feedback: Feedback) -> Estimates:
-    """Compute the advantages of a rollout batch, and the targets of its critic."""
+def estimate_exactly(algorithm: Algorithm, feedback: Feedback) -> Float[np.ndarray, "*M R T"]:
+    """Return the advantages by the estimator alone, scaled, in float64; 0 outside responses."""
     field, name, index = "algorithm.advantage", algorithm.advantage, feedback.response_index
     advantages = np.asarray(choose(ESTIMATORS, field, name)(algorithm, feedback))
     allowed = f"a function that returns {index.shape} or {feedback.groups.shape} numbers"
     fits = advantages.shape in (index.shape, feedback.groups.shape)
     require(fits, field, name, f"{allowed}, not {advantages.shape}")
     if advantages.ndim == 1:
-        advantages = broadcast_to_tokens(advantages, index)
-    if name not in ESTIMATORS:
-        advantages = np.where(feedback.on_response, advantages, 0.0)
+        scale = SCALES[algorithm.advantage_scale]
+        scaled = scale(advantages, feedback.rewards, feedback.groups)
+        advantages = broadcast_to_tokens(scaled, index)
+    return np.where(feedback.on_response, advantages, 0.0)
+
+
+def estimate(algorithm: Algorithm, feedback: Feedback) -> Estimates:
+    """Compute the advantages of a rollout batch, and the targets of its critic."""
+    advantages = estimate_exactly(algorithm, feedback)
     if algorithm.whiten:
         advantages = whiten(advantages, feedback.trained)
     if feedback.teacher_log_ratios is not None:
