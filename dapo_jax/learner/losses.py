@@ -396,53 +396,27 @@ def _count_trained(tokens: np.ndarray) -> int:
     return max(1, int(np.count_nonzero(tokens)))
 
 
-def token_mean(tokens: np.ndarray, groups: np.ndarray, budget: int) -> np.ndarray:
-    """Return 1 / N_tok: a mean over the trained tokens of the minibatch (DAPO's released code).
-
-    >>> token_mean(np.array([1, 3]), np.array([0, 0]), 8)  # responses of 1 and 3 tokens
-    array([0.25, 0.25])
-    """
-    return np.full(len(tokens), 1.0 / max(1, tokens.sum()))
-
-
 def token_mean_per_group(tokens: np.ndarray, groups: np.ndarray, budget: int) -> np.ndarray:
     """Return 1 / N_tok of the group / groups: DAPO's equation 8, an expectation over prompts."""
     _, member = np.unique(groups, return_inverse=True)
     totals = np.bincount(member, tokens)
-    return 1.0 / np.maximum(totals, 1)[member] / max(1, np.count_nonzero(totals))
+    return 1.0 / np.maximum(totals, 1)[member] / _count_trained(totals)
 
 
-def sequence_mean(tokens: np.ndarray, groups: np.ndarray, budget: int) -> np.ndarray:
-    """Return 1 / n_i / B: a mean over tokens, then over responses (GRPO).
-
-    >>> sequence_mean(np.array([1, 4]), np.array([0, 0]), 8)  # the long one's tokens weigh less
-    array([0.5  , 0.125])
-    """
-    return 1.0 / np.maximum(tokens, 1) / _count_trained(tokens)
-
-
-def sequence_sum(tokens: np.ndarray, groups: np.ndarray, budget: int) -> np.ndarray:
-    """Return 1 / B: a sum over tokens, then a mean over responses (REINFORCE, RLOO)."""
-    return np.full(len(tokens), 1.0 / _count_trained(tokens))
-
-
-def pair_sum(tokens: np.ndarray, groups: np.ndarray, budget: int) -> np.ndarray:
-    """Return 1 / pairs: a sum over tokens, then a mean over pairs of responses (DPO)."""
-    return 2 * sequence_sum(tokens, groups, budget)
-
-
-def token_sum_over_budget(tokens: np.ndarray, groups: np.ndarray, budget: int) -> np.ndarray:
-    """Return 1 / L_max / B: `sequence_sum` over the response budget (Dr. GRPO, 2503.20783)."""
-    return np.full(len(tokens), 1.0 / budget / _count_trained(tokens))
-
-
-LOSS_WEIGHTS: dict[str, Callable[[np.ndarray, np.ndarray, int], np.ndarray]] = {
-    "token_mean": token_mean,
+LOSS_WEIGHTS: dict[str, Callable[[np.ndarray, np.ndarray, int], np.ndarray | float]] = {
+    # A mean over the trained tokens of the minibatch (DAPO's released code).
+    "token_mean": lambda tokens, groups, budget: 1.0 / max(1, tokens.sum()),
     "token_mean_per_group": token_mean_per_group,
-    "sequence_mean": sequence_mean,
-    "sequence_sum": sequence_sum,
-    "token_sum_over_budget": token_sum_over_budget,
-    "pair_sum": pair_sum,
+    # A mean over tokens, then over responses (GRPO).
+    "sequence_mean": lambda tokens, groups, budget: (
+        1.0 / np.maximum(tokens, 1) / _count_trained(tokens)
+    ),
+    # A sum over tokens, then a mean over responses (REINFORCE, RLOO).
+    "sequence_sum": lambda tokens, groups, budget: 1.0 / _count_trained(tokens),
+    # The same over the response budget L_max (Dr. GRPO, 2503.20783).
+    "token_sum_over_budget": lambda tokens, groups, budget: 1.0 / budget / _count_trained(tokens),
+    # A sum over tokens, then a mean over pairs of responses (DPO).
+    "pair_sum": lambda tokens, groups, budget: 2.0 / _count_trained(tokens),
 }
 
 # --- trained responses: (correct, groups, tokens) -> [B] bool ---------------------------------
