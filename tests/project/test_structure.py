@@ -24,7 +24,7 @@ MAX_TEST_LINES = 34_370
 EXTRAS = {
     "alerts": 150,
     "code": 760,
-    "distillation": 398,
+    "distillation": 381,
     "doctor": 191,
     "environments": 450,
     "exact": 161,

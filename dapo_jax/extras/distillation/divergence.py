@@ -129,13 +129,8 @@ def head_divergence(
 ) -> Float[Array, "R T"]:
     """Return the student's divergence from the teacher's next-token distributions, in nats."""
     arrays = hidden, head, teacher, teacher_head, needed
-    return _keep_divergence(*arrays, divergence, chunk_tokens)[0]
-
-
-def _keep_divergence(hidden, head, teacher, teacher_head, needed, divergence, chunk_tokens):
-    arrays = hidden, head, teacher, teacher_head, needed
     with jax.named_scope("divergence"):
-        return sharded(_divergences, "hwhwr", "r", divergence, chunk_tokens)(*arrays), arrays
+        return sharded(_divergences, "hwhwr", "r", divergence, chunk_tokens)(*arrays)
 
 
 def _gradients_of_divergence(divergence, chunk_tokens, kept, upstream):
@@ -144,7 +139,7 @@ def _gradients_of_divergence(divergence, chunk_tokens, kept, upstream):
         return *run(*kept, upstream), None, None, None
 
 
-head_divergence.defvjp(_keep_divergence, _gradients_of_divergence)
+head_divergence.defvjp(lambda *args: (head_divergence(*args), args[:5]), _gradients_of_divergence)
 
 
 def divergences_of(

@@ -21,6 +21,15 @@ OF_RESPONSES = {"sibling", "feedback"}
 OF_PROBLEMS = {"problem", "answer", "solution"}
 
 
+def _names_in(text: str) -> set[str]:
+    """Return the names of a template. Raises ValueError for a bad one, or other than names."""
+    parts = string.Formatter().parse(text)
+    parsed = [(name, form or change) for _, name, form, change in parts if name is not None]
+    if not all(name.isidentifier() and not changed for name, changed in parsed):
+        raise ValueError("plain names")
+    return {name for name, _ in parsed}
+
+
 def columns_of(config: Config) -> frozenset[str]:
     """Return the columns of a row that the prompt names. Raises `ConfigError` for a bad template.
 
@@ -29,20 +38,13 @@ def columns_of(config: Config) -> frozenset[str]:
     >>> sorted(columns_of(config))
     ['proof']
     """
-    text, allowed = config.extras.teacher.prompt, "text with {NAME} of fields, and {{ }} for braces"
+    text, names = config.extras.teacher.prompt, set()
+    allowed = "text that tells more than {problem}, by {NAME} of fields, and {{ }} for braces"
     try:
-        parsed = [*string.Formatter().parse(text)]
+        names = _names_in(text)
     except ValueError as error:
-        parsed = []
-        require(False, FIELD, text, f"{allowed}: {error}")
-    names = [name for _, name, _, _ in parsed if name is not None]
-    plain = all(name.isidentifier() for name in names)
-    plain = plain and not any(form or conversion for _, _, form, conversion in parsed)
-    require(plain and bool(names or not text), FIELD, text, allowed)
-    told = set(names) - {"problem"}
-    require(
-        bool(told or not text), FIELD, text, "text that tells more than {problem}, such as {answer}"
-    )
+        allowed += f": {error}"
+    require(not text or bool(names - {"problem"}), FIELD, text, allowed)
     return frozenset(names) - OF_RESPONSES - OF_PROBLEMS
 
 
@@ -58,7 +60,7 @@ def told_segments(
     text = config.extras.teacher.prompt
     if not text:
         return None
-    names = {name for _, name, _, _ in string.Formatter().parse(text) if name is not None}
+    names = _names_in(text)
 
     def values_of(segment: Segment, problem: Problem, right: Sequence[Segment]) -> dict[str, str]:
         columns = json.loads(problem.columns or "{}")

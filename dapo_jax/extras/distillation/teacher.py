@@ -49,6 +49,16 @@ def read_shape(
     return decoder
 
 
+def _convert(config: Config, path: str, shape: tuple[int, ...], array: jax.Array) -> dict[str, Any]:
+    """Return a parameter cut to a shape, or as int8 and its scales, by path."""
+    summed = scaled_axes(path) if path.endswith("/kernel") else ()
+    if config.extras.teacher.weights_dtype == "int8" and summed:
+        # The first axis of an array is its layers, so axes are counted from the second.
+        pair = quantise(array, jnp.int8, tuple(1 + axis for axis in summed))
+        return dict(zip((path, path + SCALE), pair, strict=True))
+    return {path: array[tuple(map(slice, shape))]}
+
+
 def abstract_teacher(
     config: Config,
     policy: DecoderConfig,
@@ -56,24 +66,16 @@ def abstract_teacher(
     read: Callable[..., DecoderConfig] = READ,
 ) -> Model:
     """Return the shapes, dtypes and shardings of the teacher, with the policy's vocabulary."""
-    decoder = read_shape(config, policy, mesh, read)
-    decoder = dataclasses.replace(decoder, vocab=policy.vocab)
+    decoder = dataclasses.replace(read_shape(config, policy, mesh, read), vocab=policy.vocab)
     boxed = abstract_params(decoder)
-    flat: dict[str, jax.ShapeDtypeStruct] = {}
     shardings = sharding.flatten(sharding.tree_shardings(mesh, boxed))
+    everywhere = jax.sharding.NamedSharding(mesh, jax.P())  # scales are small
+    flat: dict[str, jax.ShapeDtypeStruct] = {}
     for path, leaf in sharding.flatten(sharding.unbox(boxed)).items():
-        dtype: Any = forward_dtype(path, decoder)
-        summed = scaled_axes(path) if path.endswith("/kernel") else ()
-        if config.extras.teacher.weights_dtype == "int8" and summed:
-            dtype = jnp.int8
-            # The first axis of an array is its layers, so axes are counted from the second.
-            shape, spec = (
-                tuple(size for axis, size in enumerate(sizes) if axis - 1 not in summed)
-                for sizes in (leaf.shape, shardings[path].spec)
-            )
-            scale_sharding = jax.sharding.NamedSharding(mesh, jax.P(*spec))
-            flat[path + SCALE] = jax.ShapeDtypeStruct(shape, jnp.float32, sharding=scale_sharding)
-        flat[path] = jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=shardings[path])
+        whole = jax.ShapeDtypeStruct(leaf.shape, forward_dtype(path, decoder))
+        converted = jax.eval_shape(functools.partial(_convert, config, path, leaf.shape), whole)
+        for name, array in converted.items():
+            flat[name] = array.update(sharding=shardings.get(name, everywhere))
     return Model(decoder, unflatten_dict(flat, sep="/"))
 
 
@@ -84,29 +86,13 @@ def load_teacher(config: Config, policy: DecoderConfig, mesh: jax.sharding.Mesh)
     """
     folder = config.extras.teacher.folder
     whole = read_shape(config, policy, mesh)
-    params = load_huggingface.load_params(folder, whole, mesh, field=FIELD, cast=True)
-    flat = sharding.flatten(params)
-    del params
+    flat = sharding.flatten(
+        load_huggingface.load_params(folder, whole, mesh, field=FIELD, cast=True)
+    )
     abstract = abstract_teacher(config, policy, mesh)
     targets = sharding.flatten(abstract.params)
     for path in list(flat):  # one at a time, to free each array that is replaced
-        names = [name for name in (path, path + SCALE) if name in targets]
-        converted = _convert(path, flat.pop(path), [targets[name] for name in names])
-        flat |= zip(names, converted, strict=True)
+        convert = functools.partial(_convert, config, path, targets[path].shape)
+        places = {n: targets[n].sharding for n in (path, path + SCALE) if n in targets}
+        flat |= jax.jit(convert, out_shardings=places)(flat.pop(path))
     return Model(abstract.decoder, unflatten_dict(flat, sep="/"))
-
-
-def _convert(path: str, leaf: jax.Array, targets: list[jax.ShapeDtypeStruct]) -> list[jax.Array]:
-    """Return the array sliced to the target's shape, or as int8 and its scales."""
-    shape = targets[0].shape
-    is_int8 = len(targets) > 1
-    summed = tuple(1 + axis for axis in scaled_axes(path))
-
-    def convert(array):
-        if is_int8:
-            return list(quantise(array, jnp.int8, summed))
-        return [array[tuple(map(slice, shape))]]
-
-    if leaf.shape == shape and not is_int8:
-        return [leaf]
-    return jax.jit(convert, out_shardings=[target.sharding for target in targets])(leaf)
