@@ -13,13 +13,15 @@ from small_runs import equal, make_groups, make_quick_config, open_run, read_row
 from teachers import LARGE, divergence_by_definition, make_teacher, write_teacher
 
 from dapo_jax import algorithms
-from dapo_jax.config.experiment import Checkpoint, Compute, Config, Optimizer
+from dapo_jax.config.experiment import Checkpoint, Compute, Config, Mesh, Optimizer
 from dapo_jax.extras.distillation.divergence import Divergence
 from dapo_jax.extras.distillation.prompts import told_segments
+from dapo_jax.extras.distillation.teacher import abstract_teacher
 from dapo_jax.learner.advantages import estimate, gather_feedback
 from dapo_jax.learner.packing import Segment
 from dapo_jax.learner.policy import TEACHER, PolicySettings, policy_learner
 from dapo_jax.model.decoder import Decoder, abstract_params, head_kernel
+from dapo_jax.model.layers import SCALE
 from dapo_jax.run import checks
 from dapo_jax.run.build import build
 from dapo_jax.runtime import sharding
@@ -139,15 +141,25 @@ def make(tiny_folder, teacher, run_dir, preset="gkd", **changes) -> Config:
     return make_quick_config(tiny_folder, run_dir, preset, updates=1, **given)
 
 
-def test_the_policy_as_its_own_teacher_adds_nothing_to_an_advantage(tiny_folder, alone, tmp_path):
-    algorithm = dataclasses.replace(algorithms.grpo(), distillation="reverse")
-    config = make(tiny_folder, tiny_folder, tmp_path, "grpo", algorithm=algorithm)
-    parts = build(config)
-    _, record = step_on(parts, start(parts), make_groups(config))
+@pytest.mark.parametrize("weights", ["auto", "int8"])
+def test_a_teacher_is_held_as_a_plan_of_it_says(weights, tiny_folder, large_folder, tmp_path):
+    changes = {"weights_dtype": weights, "mesh": Mesh(2, 2, 2)}
+    parts = build(make(tiny_folder, large_folder, tmp_path, "on_policy_distillation", **changes))
     parts.close()
-    assert not record.feedback.teacher_log_ratios.any()
-    index = record.feedback.response_index
-    assert len(np.unique(record.advantages[index == 0])) == 1 and record.advantages.any()
+    held = sharding.flatten(parts.learners.scorers[TEACHER].params)
+    mesh = parts.learners.policy.mesh
+    planned = sharding.flatten(abstract_teacher(parts.config, parts.decoder, mesh).params)
+    assert held.keys() == planned.keys()
+    for path, array in held.items():
+        assert (array.shape, array.dtype) == (planned[path].shape, planned[path].dtype)
+        assert array.sharding.is_equivalent_to(planned[path].sharding, array.ndim)
+    for path, exact in sharding.flatten(make_teacher()).items():
+        own, scale = np.float32(held[path]), held.get(path + SCALE)
+        if scale is not None:  # over the axes behind the layers'
+            own *= np.expand_dims(scale, tuple(range(1, 1 + own.ndim - scale.ndim)))
+        assert (scale is not None) == (weights == "int8" and path.endswith("/kernel"))
+        part = exact[tuple(map(slice, own.shape))]
+        np.testing.assert_allclose(own, part, atol=0.005 * np.abs(exact).max())
 
 
 def test_a_teacher_that_does_not_fit_is_refused_before_anything_is_loaded(
@@ -174,7 +186,7 @@ def tell(tiny_folder, run_dir, prompt, preset="sdft", average=0.0, **changes) ->
     return make_quick_config(tiny_folder, run_dir, preset, updates=1, **given)
 
 
-def scores_by_loop(parts, params, group, text):
+def scores_by_loop(parts, decoder, params, group, text):
     """Log-probs of each response behind its teacher's prompt, one at a time; None: not told."""
     problem = parts.prompts.problem(group.prompt.index)
     for i, completion in enumerate(group.completions):
@@ -183,28 +195,37 @@ def scores_by_loop(parts, params, group, text):
             "answer": problem.answer,
             "sibling": group.completions[right[0]].text if right else "",
         }
-        if not any(told[name] for name in told if f"{{{name}}}" in text):
+        if text and not any(told[name] for name in told if f"{{{name}}}" in text):
             yield None
             continue
-        prompt = parts.prompts.encode(problem, text.format(problem=problem.text, **told))
+        prompt = group.prompt.tokens
+        if text:
+            prompt = parts.prompts.encode(problem, text.format(problem=problem.text, **told))
         row = np.zeros((1, 32), np.int32)
         tokens = np.array([*prompt, *completion.tokens])
         row[0, : tokens.size] = tokens
         segments, places = (np.arange(32)[None] < tokens.size) * 1, np.arange(32)[None]
-        hidden = Decoder(parts.decoder).apply({"params": params}, row, segments, places)
+        hidden = Decoder(decoder).apply({"params": params}, row, segments, places)
         logits = np.float64(hidden[0] @ head_kernel(params)) / parts.config.sampler.temperature
         logprobs = logits - np.logaddexp.reduce(logits, axis=-1, keepdims=True)
         yield np.array([logprobs[t - 1, row[0, t]] for t in range(len(prompt), tokens.size)])
 
 
 @pytest.mark.parametrize(
-    ("preset", "text"), [("sdft", "{answer}={problem}"), ("rlsd", "{sibling}{problem}")]
+    ("preset", "text"),
+    [
+        ("sdft", "{answer}={problem}"),
+        ("rlsd", "{sibling}{problem}"),
+        ("on_policy_distillation", ""),  # a folder, which reads the policy's prompts
+    ],
 )
 def test_the_teacher_scores_responses_behind_a_prompt_of_its_own(
-    base, alone, tmp_path, preset, text
+    base, large_folder, alone, tmp_path, monkeypatch, preset, text
 ):
     """log p_T - log p_S; RLSD: A (1 - c + c clip((p_T / p_S)^sign(A), 0.8, 1.2)), c = 0.5."""
-    config = tell(base, tmp_path, text, preset)
+    config = make(base, large_folder, tmp_path, preset)
+    if text:
+        config = tell(base, tmp_path, text, preset)
     parts = build(config)
     groups = [
         dataclasses.replace(
@@ -218,14 +239,19 @@ def test_the_teacher_scores_responses_behind_a_prompt_of_its_own(
         for first, group in enumerate(make_groups(config))
     ]
     state = start(parts)
-    params = jax.device_get(state.learners.policy.params)
-    expected = [s for group in groups for s in scores_by_loop(parts, params, group, text)]
+    model = parts.decoder, jax.device_get(state.learners.policy.params)
+    if not text:
+        shape = dataclasses.replace(LARGE, vocab=parts.decoder.vocab)
+        model = shape, jax.device_get(parts.learners.scorers[TEACHER].params)
+    expected = [s for group in groups for s in scores_by_loop(parts, *model, group, text)]
+    # The batches in place of updates, which need not be compiled.
+    monkeypatch.setattr("dapo_jax.step.update", lambda _, states, *rest: (states, [rest[2]]))
     _, record = step_on(parts, state, groups)
     parts.close()
     index = record.feedback.response_index
     unclipped = dataclasses.replace(record.feedback, teacher_log_ratios=None)
     plain = estimate(config.algorithm, unclipped)[0]
-    old = record.updates[0].batch.scored.old_logprobs
+    old = record.updates[0].scored.old_logprobs
     for i, scores in enumerate(expected):
         at = index == i
         gaps = 0.0 if scores is None else scores - np.float64(old)[at[0]]
@@ -261,7 +287,7 @@ def test_an_averaged_teacher_follows_the_policy_and_resumes_bit_for_bit(base, al
     """m += 0.25 (p - m) after each update; its scores decide the next step."""
 
     def states(run_dir, stops):
-        changes = {"checkpoint": Checkpoint(every_steps=1), "total_steps": 3}
+        changes = {"checkpoint": Checkpoint(every_steps=1)}
         config = tell(base, run_dir, "{answer}={problem}", "sdpo", 0.25, **changes)
         seen = []
         for steps in stops:
@@ -273,7 +299,7 @@ def test_an_averaged_teacher_follows_the_policy_and_resumes_bit_for_bit(base, al
                     seen.append(jax.device_get(run.state.learners.by_name()))
         return seen
 
-    whole, resumed = states(tmp_path / "a", [3]), states(tmp_path / "b", [1, 2])
+    whole, resumed = states(tmp_path / "a", [2]), states(tmp_path / "b", [1, 1])
     for before, after in zip(whole, whole[1:], strict=False):
         pairs = before["teacher"].params, after["policy"].params
         wanted = jax.tree.map(lambda m, p: m + np.float32(0.25) * (p - m), *pairs)

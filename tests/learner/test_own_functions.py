@@ -55,6 +55,7 @@ def test_the_page_shows_an_advantage_and_a_region(mine):
     assert info["clipped_high"].tolist() == [[0.0, 1.0]]  # 1 + 0.28 * 1.5 and 1 + 0.28 * 1.1
 
 
+@pytest.mark.slow  # of test_identities.py, whose gradients are equal
 def test_a_run_with_own_copies_of_all_equals_the_run_without(base, tmp_path, alone):
     plain = preset("grpo")
     own = dataclasses.replace(
