@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import TINY, make_completion, make_prompt
-from learners import RNG, SEGMENTS, assert_close, make_batch, place
+from learners import SEGMENTS, assert_close, make_batch, place
 from small_runs import equal, make_groups, make_quick_config, open_run, read_rows, start, step_on
 from teachers import LARGE, divergence_by_definition, make_teacher, write_teacher
 
@@ -17,7 +17,7 @@ from dapo_jax.config.experiment import Checkpoint, Compute, Config, Mesh, Optimi
 from dapo_jax.extras.distillation.divergence import Divergence
 from dapo_jax.extras.distillation.prompts import told_segments
 from dapo_jax.extras.distillation.teacher import abstract_teacher
-from dapo_jax.learner.advantages import estimate, gather_feedback
+from dapo_jax.learner.advantages import estimate
 from dapo_jax.learner.packing import Segment
 from dapo_jax.learner.policy import TEACHER, PolicySettings, policy_learner
 from dapo_jax.model.decoder import Decoder, abstract_params, head_kernel
@@ -93,37 +93,6 @@ def test_the_update_descends_the_papers_mean_divergence(teacher, tiny_params, on
     )
     np.testing.assert_allclose(loss, value, rtol=1e-5)
     assert_close(actual, expected, 1e-5)
-
-
-# --- on drawn tokens ------------------------------------------------------------------------
-
-INDEX = np.array([[[-1, 0, 0, -1, 1, 1, 1, -1], [-1, -1, 2, 3, 3, -1, -1, -1]]])
-TRAINED = (INDEX >= 0) & (RNG.random(INDEX.shape) > 0.3)
-EARNED = np.array([1.0, -1.0, 1.0, 1.0])
-RATIOS = np.where(TRAINED, RNG.normal(0, 2, INDEX.shape), np.nan)
-
-
-def feedback(ratios=RATIOS):
-    parts = {"reward_parts": EARNED[None], "part_weights": np.ones(1)}
-    known = parts | {"groups": np.array([0, 0, 1, 1]), "correct": EARNED > 0}
-    return gather_feedback(INDEX, EARNED, trained=TRAINED, teacher_log_ratios=ratios, **known)
-
-
-@pytest.mark.parametrize("advantage", ["zero", "group_zscore", "reward_to_go"])
-@pytest.mark.parametrize("whiten", [False, True])
-def test_each_trained_token_gets_its_own_log_ratio_beside_the_rewards(advantage, whiten):
-    algorithm = dataclasses.replace(
-        algorithms.dapo(),
-        advantage=advantage,
-        whiten=whiten,
-        distillation="reverse",
-        distillation_coefficient=0.7,
-    )
-    actual, plain = (estimate(algorithm, feedback(r))[0] for r in (RATIOS, None))
-    for at in np.ndindex(INDEX.shape):
-        pull = 0.7 * RATIOS[at] if TRAINED[at] else 0.0
-        np.testing.assert_allclose(actual[at], plain[at] + pull, rtol=1e-6, atol=1e-6)
-    assert plain.any() == (advantage != "zero")
 
 
 # --- whole runs with a teacher -------------------------------------------------------------------

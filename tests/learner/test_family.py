@@ -1,7 +1,6 @@
 """Policy terms of the newer methods against loops written from their papers, in float64."""
 
 import dataclasses
-import math
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +9,6 @@ import pytest
 from policy_loops import (
     CASES,
     COUNT,
-    EXACT,
     LOOPS,
     OF_SAMPLER,
     assert_gradient_is_the_loop,
@@ -19,8 +17,6 @@ from policy_loops import (
     changed,
     drifts_of,
     gradient,
-    loop_both_sides,
-    loop_ppo,
     of_responses,
     pool_ratios,
     spread_coefficients,
@@ -112,85 +108,7 @@ def test_on_the_bounds_of_a_region_a_gradient_is_whole(region):
         assert_same(changed("grpo", **bounds, **NO_KL), PLAIN, batch=batch)
 
 
-@pytest.mark.parametrize("bounds", [(0.2, 0.2), (0.1, 0.5)])
-def test_a_region_of_both_sides_is_the_loop(bounds):
-    low, high = bounds
-    batch, logprobs, responses = case("far")
-    algorithm = changed("grpo", region_sides="both", clip_low=low, clip_high=high, **NO_KL)
-    expected = spread_coefficients(lambda own: loop_both_sides(own, low, high), batch, responses)
-    np.testing.assert_allclose(gradient(algorithm, batch, logprobs), expected, **EXACT)
-
-
-# --- corrections ----------------------------------------------------------------------------------
-
-
-KINDS = ("near", "apart", "far", "edges", "edges of products", "extremes", "whole extremes")
-
-
-def loop_rejected(algorithm, response):
-    of_new = zip(response.p, response.q, strict=True)
-    xs = [p - q for p, q in of_new] if algorithm.rejection_of == "new" else drifts_of(response)
-    high = algorithm.rejection_high or math.inf
-    ratios = pool_ratios(algorithm.rejection, xs)
-    outside = [not algorithm.rejection_low <= ratio <= high for ratio in ratios]
-    if algorithm.rejection == "worst":
-        outside = [any(outside)] * len(outside)
-    every = algorithm.rejection_sign == "all"
-    pairs = zip(outside, response.advantages, strict=True)
-    return [out and (every or a < 0) for out, a in pairs]
-
-
-def loop_corrected(algorithm, response):
-    coefficients = loop_ppo(response)
-    if algorithm.importance_cap:
-        weights = pool_ratios(algorithm.importance_ratio, drifts_of(response))
-        floor = algorithm.importance_floor
-        capped = [max(min(weight, algorithm.importance_cap), floor) for weight in weights]
-        coefficients = [c * w for c, w in zip(coefficients, capped, strict=True)]
-    if algorithm.rejection != "none":
-        rejected = loop_rejected(algorithm, response)
-        coefficients = [0.0 if r else c for c, r in zip(coefficients, rejected, strict=True)]
-    return coefficients
-
-
-def assert_corrected(algorithm, kinds=KINDS):
-    for kind in kinds:
-        batch, logprobs, responses = case(kind)
-        expected = spread_coefficients(lambda own: loop_corrected(algorithm, own), batch, responses)
-        actual = gradient(algorithm, batch, logprobs)
-        np.testing.assert_allclose(actual, expected, **EXACT, err_msg=kind)
-        assert not actual[batch.loss_weights == 0].any()
-
-
-@pytest.mark.parametrize("pool", ["token", "product", "sequence"])
-def test_importance_weights_are_capped_ratios_of_tokens_or_responses(pool):
-    for cap, kinds in ((2.0, KINDS), (1.0, ("apart",)), (20.0, ("far",))):
-        assert_corrected(changed("tis", importance_ratio=pool, importance_cap=cap), kinds)
-    bounds = {"importance_floor": 0.5, "importance_cap": 2.0}
-    assert_corrected(changed("tis", importance_ratio=pool, **bounds), KINDS)
-
-
-REJECTIONS = [
-    (0.5, 5.0, "old", "all"),
-    (0.999, 1.001, "new", "negative"),
-    (0.9, 0.0, "new", "all"),
-    (0.0, 2.0, "old", "negative"),
-]
-
-
-@pytest.mark.parametrize("pool", ["token", "product", "sequence", "worst"])
-def test_rejection_removes_ratios_beyond_its_bounds(pool):
-    for low, high, of, sign in REJECTIONS:
-        algorithm = changed(
-            "grpo",
-            **NO_KL,
-            rejection=pool,
-            rejection_low=low,
-            rejection_high=high,
-            rejection_of=of,
-            rejection_sign=sign,
-        )
-        assert_corrected(algorithm, ("apart", "edges", "extremes"))
+# --- corrections; test_losses.py has their gradients ----------------------------------------------
 
 
 def test_rejected_tokens_keep_their_kl():

@@ -397,25 +397,35 @@ def test_an_adaptive_bonus_seeks_its_entropy():
     np.testing.assert_allclose(-slope(entropies), rows.entropy_weights, rtol=1e-6)
 
 
+def clipped(a, r):
+    return 0.0 if pushes_out(a, r, 0.8, 1.2) else a * r
+
+
+def evidence(a, d):
+    """2604.03128, equations 14 and 15; the evidence has half of the weight."""
+    return a * (0.5 + 0.5 * cut(bounded_exp(np.sign(a) * d), 0.8, 1.2))
+
+
 # Coefficient of a token from A, d = log p_teacher - log p_old, p / p_old and p_old / p_sampler.
 TAUGHT = {
-    "on_policy_distillation": lambda a, d, r, drift: d * (0.0 if pushes_out(d, r, 0.8, 1.2) else r),
+    "on_policy_distillation": lambda a, d, r, drift: clipped(d, r),
+    "beside whitened rewards": lambda a, d, r, drift: clipped(a + 0.7 * d, r),
     "sdft": lambda a, d, r, drift: d,  # 2601.19897: the sampled reverse KL
     "opsd": lambda a, d, r, drift: d,  # 2601.18734, with a mean over each response's tokens
     "sdpo": lambda a, d, r, drift: d * min(r, 2.0) * min(drift, 2.0),  # 2601.20802
-    "rlsd": lambda a, d, r, drift: loop_rlsd(a, d, r),
+    "rlsd": lambda a, d, r, drift: clipped(evidence(a, d), r),  # equation 16
 }
-
-
-def loop_rlsd(a, d, r):
-    """2604.03128, equations 14 to 16, with GRPO's clip; the evidence has half of the weight."""
-    a *= 0.5 + 0.5 * cut(bounded_exp(np.sign(a) * d), 0.8, 1.2)
-    return 0.0 if pushes_out(a, r, 0.8, 1.2) else a * r
+REWARDED = dataclasses.replace(
+    algorithms.on_policy_distillation(),
+    advantage="group_zscore",
+    whiten=True,
+    distillation_coefficient=0.7,
+)
 
 
 @pytest.mark.parametrize("name", TAUGHT)
 def test_a_taught_policy_has_the_papers_gradient(name):
-    algorithm = PRESETS[name]()
+    algorithm = PRESETS.get(name, lambda: REWARDED)()
     batch = first_rows(make_update(algorithm)[0])
     plain = first_rows(make_update(dataclasses.replace(algorithm, distillation="none"))[0])
     index, sampler = batch.scored.rollouts.response_index, batch.scored.rollouts.sampler_logprobs

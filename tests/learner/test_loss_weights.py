@@ -76,16 +76,10 @@ def test_weights_reproduce_the_nested_means(aggregate, trained):
     chosen = loop_chosen(trained)
     np.testing.assert_allclose(actual, loop_aggregate(aggregate, losses, chosen), **EXACT)
     assert np.flatnonzero(weights).tolist() == chosen
-
-
-@pytest.mark.parametrize("trained", TRAINED_RESPONSES)
-@pytest.mark.parametrize("aggregate", LOSS_WEIGHTS)
-def test_a_minibatch_without_trained_responses_has_no_weights(aggregate, trained):
-    algorithm = dataclasses.replace(dapo(), aggregate=aggregate, trained_responses=trained)
-    groups, tokens = np.array(GROUPS), np.array(TOKENS)
-    assert not response_weights(algorithm, 0 * tokens, groups, np.array(CORRECT), BUDGET).any()
-    if trained != "all":
-        assert not response_weights(algorithm, tokens, groups, np.zeros(7, bool), BUDGET).any()
+    tokens, groups, correct = arrays
+    assert not response_weights(algorithm, 0 * tokens, groups, correct, BUDGET).any()
+    if trained != "all":  # no response is correct
+        assert not response_weights(algorithm, tokens, groups, 0 * tokens > 0, BUDGET).any()
 
 
 # --- packed minibatches --------------------------------------------------------------------

@@ -12,13 +12,16 @@ import pytest
 from policy_loops import (
     COUNT,
     EXACT,
+    KINDS,
     bounded_exp,
     case,
     cut,
+    differences,
     drifts_of,
     gradient,
     log_ratios,
     plain,
+    pool_ratios,
     pushes_out,
     scatter,
     spread_coefficients,
@@ -46,18 +49,39 @@ def loop_kl(name, distance):
     return values[name], slopes[name]
 
 
+def loop_rejected(algorithm, response):
+    """Whether each token is rejected by a ratio to the sampler, its own or the response's."""
+    if algorithm.rejection == "none":
+        return [False for _ in response.p]
+    new = algorithm.rejection_of == "new"
+    xs = differences(response.p, response.q) if new else drifts_of(response)
+    high = algorithm.rejection_high or math.inf
+    ratios = pool_ratios(algorithm.rejection, xs)
+    outside = [not algorithm.rejection_low <= ratio <= high for ratio in ratios]
+    if algorithm.rejection == "worst":
+        outside = [any(outside)] * len(outside)
+    every = algorithm.rejection_sign == "all"
+    return [out and (every or a < 0) for out, a in zip(outside, response.advantages, strict=True)]
+
+
 def loop_objective(algorithm, response):
-    """Coefficients of PPO's equation 7 with DAPO's two bounds, dual-clip PPO's equation 4, a KL."""
-    result, xs = [], log_ratios(response)
+    """Coefficients of PPO's equation 7 with DAPO's two bounds, dual-clip PPO's equation 4, a KL.
+
+    Corrected by importance weights between floor and cap, and by rejection.
+    """
+    result, xs, rejected = [], log_ratios(response), loop_rejected(algorithm, response)
+    drifts = pool_ratios(algorithm.importance_ratio, drifts_of(response))
     if algorithm.ratio == "none":  # the policy is its own old one
         xs = [0.0 for _ in xs]
     for i, (a, x) in enumerate(zip(response.advantages, xs, strict=True)):
         ratio, bounds = bounded_exp(x), (1 - algorithm.clip_low, 1 + algorithm.clip_high)
-        clipped = algorithm.region == "ratio" and pushes_out(a, ratio, *bounds)
-        clipped |= a < 0 and 0 < algorithm.dual_clip < ratio
+        outside = not bounds[0] <= ratio <= bounds[1]
+        outside &= algorithm.region_sides == "both" or pushes_out(a, ratio, *bounds)
+        clipped = algorithm.region == "ratio" and outside
+        clipped |= rejected[i] or (a < 0 and 0 < algorithm.dual_clip < ratio)
         weight = 1.0
         if algorithm.importance_cap:
-            weight = min(bounded_exp(drifts_of(response)[i]), algorithm.importance_cap)
+            weight = cut(drifts[i], algorithm.importance_floor, algorithm.importance_cap)
         pull = 0.0
         if algorithm.kl == "loss":
             distance = response.reference[i] - response.p[i]
@@ -73,7 +97,8 @@ OBJECTIVES = dict(read_table(__file__, "objectives"))
 @pytest.mark.parametrize("changes", OBJECTIVES.values(), ids=OBJECTIVES)
 def test_the_gradient_of_the_policy_objective_is_the_papers_loop(changes):
     algorithm = dataclasses.replace(dapo(), **changes)
-    for kind, rubbish in (("apart", np.nan), ("far", np.inf), ("edges", np.nan), ("near", np.nan)):
+    for kind in KINDS:
+        rubbish = np.inf if kind == "far" else np.nan
         batch, logprobs, responses = case(kind, rubbish=rubbish, off=8.0)
         if kind == "near":  # without old log-probs the policy is its own old one
             batch = batch.replace(scored=batch.scored.replace(old_logprobs=None))

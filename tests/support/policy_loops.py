@@ -89,12 +89,6 @@ def loop_dppo(response, divergence, delta, cap=20.0, towards_sampler=0.0, both=F
     return result
 
 
-def loop_both_sides(response, low=0.2, high=0.2):
-    """A token has a gradient inside the bounds only, whichever the sign of its advantage."""
-    pairs = zip(response.advantages, log_ratios(response), strict=True)
-    return [a * plain(x) if 1 - low <= bounded_exp(x) <= 1 + high else 0.0 for a, x in pairs]
-
-
 def loop_sapo(response, positive=1.0, negative=1.05):
     """2511.20347, equation 6: the gate (4 / tau) sigmoid(tau (r - 1)), differentiated."""
     result = []
@@ -396,6 +390,7 @@ CASES = {
     "extremes": (np.resize(EXTREMES, COUNT), np.resize(EXTREMES[::-1], COUNT)),
     "whole extremes": (of_responses(EXTREMES), of_responses(EXTREMES, 1)),
 }
+KINDS = tuple(CASES)
 
 
 @functools.lru_cache
