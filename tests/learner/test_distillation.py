@@ -110,7 +110,7 @@ def make(tiny_folder, teacher, run_dir, preset="gkd", **changes) -> Config:
     return make_quick_config(tiny_folder, run_dir, preset, updates=1, **given)
 
 
-@pytest.mark.parametrize("weights", ["auto", "int8"])
+@pytest.mark.parametrize("weights", [pytest.param("auto", marks=pytest.mark.slow), "int8"])
 def test_a_teacher_is_held_as_a_plan_of_it_says(weights, tiny_folder, large_folder, tmp_path):
     changes = {"weights_dtype": weights, "mesh": Mesh(2, 2, 2)}
     parts = build(make(tiny_folder, large_folder, tmp_path, "on_policy_distillation", **changes))
@@ -185,7 +185,8 @@ def scores_by_loop(parts, decoder, params, group, text):
     [
         ("sdft", "{answer}={problem}"),
         ("rlsd", "{sibling}{problem}"),
-        ("on_policy_distillation", ""),  # a folder, which reads the policy's prompts
+        # A folder, which reads the policy's prompts.
+        pytest.param("on_policy_distillation", "", marks=pytest.mark.slow),
     ],
 )
 def test_the_teacher_scores_responses_behind_a_prompt_of_its_own(

@@ -37,7 +37,7 @@ def test_the_gradient_of_a_preset_is_the_papers_loop(name):
         if name != "deepseek_v3p2" or "extremes" not in kind  # whose KL is clamped there
     )
     assert moved > COUNT / 2
-    assert_gradient_is_the_loop(name, "apart", seed=1, rubbish=np.inf)
+    assert_gradient_is_the_loop(name, "apart", seed=1, rubbish=np.inf, off=5.0)
     if name not in ("gmpo", "vespo"):  # their papers have advantages of responses only
         for kind in ("near", "apart"):
             assert_gradient_is_the_loop(name, kind, per_token=True)
@@ -60,11 +60,6 @@ def test_a_probability_that_rounds_to_one_has_the_kl_of_its_neighbours():
     assert info["clipped_high"][0].tolist() == outside == [False, False, True, True, True]
 
 
-def test_unbiased_kl_pulls_towards_a_distant_reference():
-    """2512.02556, equation 7: r (log p - log ref), however far the reference is."""
-    assert_gradient_is_the_loop("deepseek_v3p2", "apart", off=5.0)
-
-
 @pytest.mark.parametrize("name", LOOPS)
 def test_in_float32_a_gradient_is_finite_and_close(name):
     algorithm = PRESETS[name]()
@@ -85,15 +80,6 @@ def test_in_float32_a_gradient_is_finite_and_close(name):
 # --- methods that coincide -----------------------------------------------------------------
 
 
-def assert_same(left, right, kind="apart", batch=None):
-    """Two algorithms have the same gradient."""
-    known, logprobs, _ = case(kind)
-    batch = batch or known
-    actual, expected = (gradient(algorithm, batch, logprobs) for algorithm in (left, right))
-    np.testing.assert_allclose(actual, expected, rtol=1e-9, atol=1e-12)
-    assert np.count_nonzero(actual) > COUNT / 4
-
-
 NO_KL = {"kl": "none", "kl_coefficient": 0.0, "reference": False}
 PLAIN = dataclasses.replace(algorithms.reinforce(), advantage="reward")
 
@@ -105,19 +91,13 @@ def test_on_the_bounds_of_a_region_a_gradient_is_whole(region):
     batch = dataclasses.replace(known, scored=scored)
     for sides in ("sign", "both"):
         bounds = {"region": region, "region_sides": sides, "clip_low": 0.0, "clip_high": 0.0}
-        assert_same(changed("grpo", **bounds, **NO_KL), PLAIN, batch=batch)
+        pair = changed("grpo", **bounds, **NO_KL), PLAIN
+        actual, expected = (gradient(algorithm, batch, logprobs) for algorithm in pair)
+        np.testing.assert_allclose(actual, expected, rtol=1e-9, atol=1e-12)
+        assert np.count_nonzero(actual) > COUNT / 4
 
 
 # --- corrections; test_losses.py has their gradients ----------------------------------------------
-
-
-def test_rejected_tokens_keep_their_kl():
-    batch, logprobs, _ = case("apart")
-    nothing = {"rejection": "sequence", "rejection_low": 1e3, "rejection_high": 0.0}
-    silent = dataclasses.replace(batch, advantages=np.zeros_like(batch.advantages))
-    actual = gradient(changed("grpo", **nothing), batch, logprobs)
-    np.testing.assert_allclose(actual, gradient(changed("grpo"), silent, logprobs), rtol=1e-12)
-    assert np.count_nonzero(actual) > COUNT / 2
 
 
 def test_each_bound_reports_the_tokens_that_it_rejected():
