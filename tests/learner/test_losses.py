@@ -110,10 +110,10 @@ def test_the_gradient_of_the_policy_objective_is_the_papers_loop(changes):
         expected = spread_coefficients(lambda own: loop_objective(algorithm, own), batch, responses)
         actual = gradient(algorithm, batch, logprobs)
         np.testing.assert_allclose(actual, expected + nll, **EXACT, err_msg=kind)
-        with jax.enable_x64(True):
-            bonus = jax.grad(lambda *x: policy_objective(*x)[0], argnums=3)
-            actual = -bonus(algorithm, batch, logprobs, np.zeros(logprobs.shape))
-        np.testing.assert_allclose(actual, algorithm.entropy_coefficient * batch.loss_weights)
+    with jax.enable_x64(True):
+        bonus = jax.grad(lambda *x: policy_objective(*x)[0], argnums=3)
+        actual = -bonus(algorithm, batch, logprobs, np.zeros(logprobs.shape))
+    np.testing.assert_allclose(actual, algorithm.entropy_coefficient * batch.loss_weights)
 
 
 def test_tokens_that_trainer_and_sampler_find_equally_likely_are_counted():
