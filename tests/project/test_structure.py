@@ -25,7 +25,6 @@ EXTRAS = {
     "alerts": 150,
     "code": 760,
     "distillation": 381,
-    "distillation": 381,
     "doctor": 191,
     "environments": 450,
     "exact": 161,
