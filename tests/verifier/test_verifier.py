@@ -37,9 +37,6 @@ from dapo_jax.rewards.pool import RewardPool
 
 HERE = pathlib.Path(__file__).parent
 LONGEST_SECONDS = 1.0
-UNFINISHED = ("right", "wrong")
-
-
 PAIRS, HOSTILE = own_pairs(), rows("verifier_hostile.jsonl")
 GROUPS = sorted({(pair.of, pair.group) for pair in PAIRS})
 
@@ -47,7 +44,7 @@ GROUPS = sorted({(pair.of, pair.group) for pair in PAIRS})
 @pytest.mark.parametrize(("of", "group"), GROUPS)
 def test_each_pair_is_decided_as_listed(of, group):
     pairs = [pair for pair in PAIRS if (pair.of, pair.group) == (of, group)]
-    verifiers = {name: make_verifier(Settings("math", unfinished=name)) for name in UNFINISHED}
+    verifiers = {c: make_verifier(Settings("math", unfinished=c)) for c in ("right", "wrong")}
     wrong = [p for p in pairs if verifiers[p.unfinished](*p[:3]).correct is not p.is_right]
     assert pairs and wrong == []
 
