@@ -34,7 +34,7 @@ EXTRAS = {
     "init": 171,
     "jetstream": 162,
     "judge": 225,
-    "math": 4_190,
+    "math": 4_192,
     "plan": 950,
     "report": 397,
     "samplers": 899,

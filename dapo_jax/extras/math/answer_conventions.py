@@ -117,8 +117,10 @@ def _has_other_kind(mine: str, gold: str, problem: str) -> bool:
         return False
     if own == "repeating" and 10**400 % value.denominator == 0:  # 0.999...
         return True
-    asked = named[1].lower() if (named := _ASKED_KIND.search(problem)) else ""
-    if asked and (own == "percent" != asked or asked == wanted and read_number(gold) is not None):
+    asked = {kind.lower() for kind in _ASKED_KIND.findall(problem)}
+    if asked and own == "percent" and own not in asked:
+        return True
+    if wanted in asked and read_number(gold) is not None:
         return True
     if own != "scientific" and not _ASKS_SPELLING.search(problem):
         return False
