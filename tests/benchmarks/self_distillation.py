@@ -6,7 +6,7 @@ A problem is four digits and `?`; its answer has the next digit for each (9 is f
 base policy learns from examples to answer `?` with four digits at random, and to repeat what stands
 between `?` and `=`. So it never knew the rule, and the teacher, whose prompt is
 `{problem}{answer}=`, knows every answer. The command can be repeated after an interruption;
-finished runs are used again.
+finished runs are used again. `--picture FILE.png` draws the held-out accuracy over the steps.
 """
 
 import json
@@ -18,6 +18,7 @@ import bench
 
 DIGITS, PROBLEMS, HELDOUT, EXAMPLES = 4, 3000, 200, 12_800
 PRESETS = "dapo", "sdft", "opsd", "sdpo", "rlsd"
+AVERAGED = "sdft", "sdpo"  # their teacher is a mean of the policy, of rate `--average`
 TOLD = "{problem}{answer}="
 STEPS = 100
 
@@ -49,12 +50,12 @@ def write_data(folder: pathlib.Path) -> dict[str, pathlib.Path]:
     return {name: write_rows(folder / f"{name}.jsonl", part) for name, part in parts.items()}
 
 
-def settings(preset: str, seed: int, base: pathlib.Path, data: dict[str, pathlib.Path]) -> str:
+def settings(preset: str, average: float, base: pathlib.Path, data: dict[str, pathlib.Path]) -> str:
     own = "" if preset == "dapo" else f" extras.teacher.folder= extras.teacher.prompt={TOLD}"
-    if preset in ("sdft", "sdpo"):
-        own += " extras.teacher.average=0.05"
+    if preset in AVERAGED:
+        own += f" extras.teacher.average={average}"
     return (
-        f"seed={seed} model.folder={base} total_steps={STEPS} data.source={data['train']}"
+        f"model.folder={base} total_steps={STEPS} data.source={data['train']}"
         f" data.heldout_source={data['heldout']} data.heldout_problems={HELDOUT}"
         " rollout.prompts_per_step=16 rollout.samples_per_prompt=8 rollout.updates_per_rollout=1"
         " rollout.max_sample_rounds=2 sampler.max_response_tokens=12 packing.row_tokens=64"
@@ -63,8 +64,32 @@ def settings(preset: str, seed: int, base: pathlib.Path, data: dict[str, pathlib
     )
 
 
+def draw(picture: str, curves: dict[str, list[list[dict]]]) -> None:
+    """Draw the held-out accuracy of each preset: the mean over seeds, and every seed."""
+    import matplotlib
+
+    matplotlib.use("agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(6.4, 3.2), layout="constrained")
+    for index, (preset, runs) in enumerate(curves.items()):
+        measured = [[row for row in rows if "heldout_accuracy" in row] for rows in runs]
+        steps = [row["step"] for row in measured[0]]
+        scores = [[row["heldout_accuracy"] for row in rows] for rows in measured]
+        for each in scores:
+            axes.plot(steps, each, color=f"C{index}", alpha=0.25, linewidth=1)
+        means = [statistics.mean(values) for values in zip(*scores, strict=True)]
+        axes.plot(steps, means, color=f"C{index}", label=preset)
+    axes.set(xlabel="step", ylabel="held-out accuracy", ylim=(-0.03, 1.03))
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(picture, dpi=110)
+
+
 def main() -> None:
-    args = bench.read_arguments(__doc__, folder="runs/told", seeds=1, presets=list(PRESETS))
+    args = bench.read_arguments(
+        __doc__, folder="runs/told", seeds=1, presets=list(PRESETS), average=0.05, picture=""
+    )
     root = pathlib.Path(args.folder)
     root.mkdir(parents=True, exist_ok=True)
     data = write_data(root)
@@ -72,10 +97,11 @@ def main() -> None:
     examples += " examples_per_step=64 packing.row_tokens=64 optimizer.learning_rate=1e-3"
     base = bench.sft(root / "policy", *bench.flags(examples))
     bench.print_table(["preset", "held-out before", "after (seeds)", "all-wrong groups, step 1"])
+    curves = {}
     for preset in args.presets:
-        runs = []
+        runs = curves[preset] = []
         for seed in range(args.seeds):
-            flags = bench.flags(settings(preset, seed, base, data))
+            flags = bench.flags(f"seed={seed} {settings(preset, args.average, base, data)}")
             runs.append(bench.train(root / f"{preset}_{seed}", preset, *flags))
         after = [rows[-1]["heldout_accuracy"] for rows in runs]
         cells = ", ".join(f"{score:.3f}" for score in after)
@@ -84,6 +110,8 @@ def main() -> None:
         bench.print_row(
             [f"`{preset}`", f"{first:.3f}", f"{statistics.mean(after):.3f} ({cells})", wrong]
         )
+    if args.picture:
+        draw(args.picture, curves)
 
 
 if __name__ == "__main__":
