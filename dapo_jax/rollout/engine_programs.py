@@ -31,15 +31,6 @@ CALIBRATION_TOKENS = 256
 CALIBRATION_MARGIN = 1.5  # keys and values of a prompt may exceed the calibrated ones by this
 
 
-def burst_tokens(
-    state: DecodeState, generated_before: Int[Array, "S"], columns: int
-) -> tuple[Int[Array, "S K"], Int[Array, "S"]]:
-    """Return the tokens of the last burst, and their number in each slot."""
-    at = jnp.minimum(generated_before[:, None] + jnp.arange(columns), state.tokens.shape[1] - 1)
-    tokens = jnp.take_along_axis(state.tokens, at, axis=1)
-    return tokens, state.generated - generated_before
-
-
 @dataclasses.dataclass(frozen=True)
 class EngineShape:
     """Everything besides mesh and weights that the programs of an engine depend on."""
@@ -207,7 +198,7 @@ class EnginePrograms:
     def _generate(
         self, params: Any, state: DecodeState, *, rule: SamplingRule, columns: int | None
     ) -> tuple[DecodeState, tuple[Array, Array]]:
-        """Take up to `burst_tokens` steps of the active slots, and count them by slot."""
+        """Take up to `burst_tokens` steps of the active slots; return their tokens and number."""
         tokens = self._shape.settings.burst_tokens
         # Several replicas would have to synchronise after every token to stop early.
         early = sharding.shards(self._mesh, "batch", sharding.DECODING) == 1
@@ -229,7 +220,10 @@ class EnginePrograms:
             busy_slot_steps=state.busy_slot_steps + jnp.sum(busy),
             slot_steps=state.slot_steps + steps * len(before),
         )
-        return state, burst_tokens(state, before, self._shape.tokens_per_burst)
+        places = before[:, None] + jnp.arange(self._shape.tokens_per_burst)
+        places = jnp.minimum(places, state.tokens.shape[1] - 1)
+        sampled = jnp.take_along_axis(state.tokens, places, axis=1)
+        return state, (sampled, state.generated - before)
 
     def _decode(
         self, params: Any, state: DecodeState, others: Any, rule: SamplingRule, columns: int | None
