@@ -40,8 +40,8 @@ Split = Callable[[Sequence[int]], list[str]]  # the text of each token of a resp
 TOKEN_DECIMALS = 3
 
 
-def rollouts_name(step: int) -> str:
-    """Return the name of a step's file in rollouts/."""
+def name_of_step(step: int) -> str:
+    """Return the name of a step's file in rollouts/ and evaluations/."""
     return f"step_{step:06d}.jsonl"
 
 
@@ -120,23 +120,51 @@ class MetricRows(RunSink):
 
 
 class RolloutFiles(RunSink):
-    """The files of rollouts/, written in the background."""
+    """The files of rollouts/, a line per scored response, written in the background.
+
+    Lines of the last `log.token_groups` trained groups have their tokens too.
+    """
 
     def __init__(self, run_dir: Folder, log: Log, split: Split, storage: Storage):
-        self._run_dir = run_dir
+        self._folder = run_dir / "rollouts"
         self._log = log
         self._split = split
         self._storage = storage
 
     def on_rollouts(self, step: int, collected: CollectedGroups) -> None:
-        def write() -> None:
-            log = self._log
-            write_rollouts(self._run_dir, step, collected, log.token_groups, self._split)
-            for path in (self._run_dir / "rollouts").glob("step_*.jsonl"):
-                if log.rollouts_keep and path.name <= rollouts_name(step - log.rollouts_keep):
-                    path.unlink(missing_ok=True)
+        self._storage.attempt_later("rollouts/", lambda: self._write(step, collected))
 
-        self._storage.attempt_later("rollouts/", write)
+    def _write(self, step: int, collected: CollectedGroups) -> None:
+        """Write the file of a step, completely or not at all, and remove those that are too old."""
+        self._folder.mkdir(parents=True, exist_ok=True)
+        with replacing(self._folder / name_of_step(step)) as file:
+            for line in self._lines(collected):
+                file.write(json.dumps(line).encode() + b"\n")
+        for path in self._folder.glob("step_*.jsonl"):
+            kept = self._log.rollouts_keep
+            if kept and path.name <= name_of_step(step - kept):
+                path.unlink(missing_ok=True)
+
+    def _lines(self, collected: CollectedGroups) -> Iterator[dict[str, Any]]:
+        first = max(0, len(collected.groups) - self._log.token_groups)
+        with_tokens = {group.prompt.index for group in collected.groups[first:]}
+        surplus = {group.prompt.index for group in collected.surplus}
+        for group in collected.judged + collected.surplus + collected.broken:
+            index = group.prompt.index
+            is_surplus = index in surplus or index >= collected.next_position
+            traces = collected.traces.get(index) or [None] * len(group.completions)
+            for i, (completion, scores) in enumerate(scored_responses(group)):
+                line = _rollout_line(group, completion) | scores | {"surplus": is_surplus}
+                line |= {"reward_parts": {}, "advantage": None} | trajectory_fields(completion)
+                if scores["failure"] is None:
+                    trace = traces[i]
+                    parts = {name: _number(part[i]) for name, part in group.reward_parts.items()}
+                    line |= {"reward_parts": parts, "advantage": trace and _number(trace.advantage)}
+                    if (rewards := group.verdicts[i].token_rewards) is not None:
+                        line["token_rewards"] = rewards
+                    if index in with_tokens:
+                        line |= token_fields(completion, trace, self._split)
+                yield line
 
 
 def _number(value: float) -> float | None:
@@ -204,43 +232,6 @@ def _rollout_line(group: Group, completion: Completion) -> dict[str, Any]:
         "tokens": len(completion),
         "policy_step": completion.policy_step,
     } | ({"drawn_by": completion.drawn_by} if len(completion.drawn_by) > 1 else {})
-
-
-def write_rollouts(
-    run_dir: Folder,
-    step: int,
-    collected: CollectedGroups,
-    token_groups: int = 0,
-    split: Split | None = None,
-) -> None:
-    """Write rollouts/step_NNNNNN.jsonl atomically, a line per scored response.
-
-    Args:
-        token_groups: number of trained groups, the last ones, whose tokens are written as well.
-        split: returns the text of each of those tokens; None: write no tokens.
-    """
-    first = max(0, len(collected.groups) - token_groups)
-    with_tokens = {group.prompt.index for group in collected.groups[first:]}
-    surplus = {group.prompt.index for group in collected.surplus}
-    path = run_dir / "rollouts" / rollouts_name(step)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with replacing(path) as file:
-        for group in collected.judged + collected.surplus + collected.broken:
-            index = group.prompt.index
-            is_surplus = index in surplus or index >= collected.next_position
-            traces = collected.traces.get(index) or [None] * len(group.completions)
-            for i, (completion, scores) in enumerate(scored_responses(group)):
-                line = _rollout_line(group, completion) | scores | {"surplus": is_surplus}
-                line |= {"reward_parts": {}, "advantage": None} | trajectory_fields(completion)
-                if scores["failure"] is None:
-                    trace = traces[i]
-                    parts = {name: _number(part[i]) for name, part in group.reward_parts.items()}
-                    line |= {"reward_parts": parts, "advantage": trace and _number(trace.advantage)}
-                    if (rewards := group.verdicts[i].token_rewards) is not None:
-                        line["token_rewards"] = rewards
-                    if split and index in with_tokens:
-                        line |= token_fields(completion, trace, split)
-                file.write(json.dumps(line).encode() + b"\n")
 
 
 def stamp(config: Config, policy: str) -> dict[str, Any]:
@@ -369,7 +360,7 @@ class RunFiles:
         """Write evaluations/step_N.jsonl, and send the responses to all sinks."""
         self.send("on_evaluation", step, responses)
         if processes.is_first() and self._config.log.rollouts:
-            path = self.folder / "evaluations" / f"step_{step:06d}.jsonl"
+            path = self.folder / "evaluations" / name_of_step(step)
             lines = stamp(self._config, f"step {step}")
             self._storage.attempt("evaluations/", lambda: write_responses(path, responses, lines))
 

@@ -7,7 +7,6 @@ import pytest
 from conftest import make_completion, make_prompt
 from reports import row
 from row_files import read_table
-from small_runs import make_quick_config, open_run
 
 from dapo_jax.config.algorithms import PRESETS
 from dapo_jax.config.experiment import Config, Reward, Watch
@@ -184,11 +183,3 @@ def test_the_report_names_what_is_wrong_with_a_run(rows, output):
 def test_the_report_says_what_the_corrections_of_a_run_cost(values, config, output):
     rows = [row(step, **values) for step in range(21)]
     assert check_run(rows, settings_of(config)) == ([output] if output else [])
-
-
-def test_a_run_says_it_on_the_console(base, alone, tmp_path, capsys):
-    config = make_quick_config(base, tmp_path, updates=1, watch=Watch(min_entropy=100.0))
-    with open_run(config) as run:
-        run.step()
-    output = capsys.readouterr().out.replace("\n", " ")
-    assert "warning: step 1: entropy is" in output

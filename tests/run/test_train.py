@@ -130,7 +130,8 @@ def test_a_starved_run_warns_and_goes_on(base, alone, tmp_path, capsys):
     train(config)
     (row,) = read_rows(tmp_path)
     shown = capsys.readouterr().out
-    assert "too few groups carried signal" in shown and "no answer was found in 100%" in shown
+    assert "step 1: too few groups carried signal" in shown
+    assert "no answer was found in 100%" in shown and "step 1: all_wrong_fraction is 1, at" in shown
     assert row["all_wrong_fraction"] == 1 and row["trained_groups"] == 0
     assert row["truncated_fraction"] == 1 and row["answer_not_found_rate"] == 1
 
