@@ -21,15 +21,9 @@ from dapo_jax.reporting.evaluation_report import print_report
 from dapo_jax.reporting.scores import Report, Response, wilson
 from dapo_jax.reporting.sinks import response_line, stamp, write_responses
 from dapo_jax.run.build import Components, build, open_console
-from dapo_jax.run.export import newest_export
+from dapo_jax.run.export import check_frozen, newest_export
 from dapo_jax.run.heldout import sample_missing, score_responses
-from dapo_jax.run.identity import (
-    check_data,
-    check_frozen,
-    check_processes,
-    meaning,
-    warn_about_heldout,
-)
+from dapo_jax.run.identity import Record, check_data, check_processes, describe_changes, meaning
 from dapo_jax.run.notices import announce_data
 from dapo_jax.run.store import Checkpoints
 from dapo_jax.runtime import processes
@@ -158,6 +152,17 @@ def deciding_settings(
         "problems_digest": digest_json(problems),
         "extras": {n: v for n, v in extras.items() if not rule[n].may_change},
     } | {name: value for name, _, value in leaves(config) if name in DECIDING}
+
+
+def warn_about_heldout(
+    config: Config, saved: Record, digests: dict[str, Any], warn: Callable[[str], None]
+) -> None:
+    """Warn if the held-out problems of a run have changed since it was trained."""
+    asked = {name: value for name, _, value in leaves(config)}
+    names = ("data.source", "data.heldout_source", "seed")
+    if all(asked[name] == saved.settings[name] for name in names):
+        for change in describe_changes(digests, saved.inputs.get("data", {})):
+            warn(f"{change}: the run may have been trained on problems of this evaluation")
 
 
 def open_checkpoints(

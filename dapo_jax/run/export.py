@@ -21,7 +21,7 @@ from dapo_jax.model.layers import ADAPTER_NAMES
 from dapo_jax.model.save_huggingface import Layers
 from dapo_jax.model.trainable import choose_trained, is_trained, merge, without_adapters
 from dapo_jax.reporting import model_card
-from dapo_jax.run.identity import check_frozen
+from dapo_jax.run.identity import frozen_content
 from dapo_jax.run.store import checkpoint_folder, newest_step, read_record, record_path, saved_steps
 from dapo_jax.runtime import processes
 from dapo_jax.runtime.sharding import flatten
@@ -97,6 +97,13 @@ def check(config: ExportConfig) -> None:
     require(bool(config.out), "out", config.out, "the folder to write")
     check_free("out", config.out, EXPORTED)
     check_names(config)
+
+
+def check_frozen(settings: dict[str, Any], folder: str, field: str) -> None:
+    """Raise `ConfigError` if `folder` has other frozen parameters than the run."""
+    content = settings.get(frozen_content("model.folder"))
+    allowed = f"unchanged: the run trains only a part of {settings['model.folder']}"
+    require(content in (None, load_huggingface.fingerprint(folder)), field, folder, allowed)
 
 
 def check_same_shapes(

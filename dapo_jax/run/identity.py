@@ -23,7 +23,7 @@ from dapo_jax.model.load_huggingface import fingerprint
 from dapo_jax.runtime import processes
 from dapo_jax.runtime.user_code import resolve
 from dapo_jax.runtime.workers.pickled_functions import IN_PROCESS_PREFIX, PICKLED_PREFIX
-from dapo_jax.types.errors import ConfigError, present_name, require
+from dapo_jax.types.errors import ConfigError, present_name
 from dapo_jax.types.rules import is_own
 
 
@@ -173,13 +173,6 @@ def run_settings(config: Config, heldout_problems: int | None = None) -> dict[st
     return settings | {frozen_content(name): digest for name, digest in content.items()}
 
 
-def check_frozen(settings: dict[str, Any], folder: str, field: str) -> None:
-    """Raise `ConfigError` if `folder` has other frozen parameters than the run."""
-    content = settings.get(frozen_content("model.folder"))
-    allowed = f"unchanged: the run trains only a part of {settings['model.folder']}"
-    require(content in (None, fingerprint(folder)), field, folder, allowed)
-
-
 def gather_inputs(config: Config, prompts: PromptStream) -> dict[str, Any]:
     """Return digests of the data, by source, and of the user's code, by module:function."""
     functions = {name: "reward.parts" for name in config.reward.weights() if ":" in name}
@@ -195,7 +188,7 @@ def gather_inputs(config: Config, prompts: PromptStream) -> dict[str, Any]:
     return {"data": prompts.digests, "code": code}
 
 
-def _describe_changes(now: dict[str, Any], then: dict[str, Any]) -> list[str]:
+def describe_changes(now: dict[str, Any], then: dict[str, Any]) -> list[str]:
     """Describe the sources with other problems, answers or solutions than before."""
     changes = []
     for name, digest in now.items():
@@ -210,7 +203,7 @@ def _describe_changes(now: dict[str, Any], then: dict[str, Any]) -> list[str]:
 def check_record(config: Config, now: Record, saved: Record, warn: Callable[[str], None]) -> None:
     """Raise `OtherRun` if resuming from a checkpoint would be another run."""
     settings = dict(saved.settings)
-    changed = "; ".join(_describe_changes(now.inputs["data"], saved.inputs.get("data", {})))
+    changed = "; ".join(describe_changes(now.inputs["data"], saved.inputs.get("data", {})))
     if changed and config.data.heldout_problems < 0:  # a fraction of a small file
         settings["data.heldout_problems"] = now.settings["data.heldout_problems"]
     check_same_run(now.settings, settings)
@@ -226,17 +219,6 @@ def check_record(config: Config, now: Record, saved: Record, warn: Callable[[str
     for name, digest in now.inputs["code"].items():
         if code.get(name, digest) != digest:
             warn(f"the file of {name} has changed since the run's newest checkpoint")
-
-
-def warn_about_heldout(
-    config: Config, saved: Record, digests: dict[str, Any], warn: Callable[[str], None]
-) -> None:
-    """Warn if the held-out problems of a run have changed since it was trained."""
-    asked = {name: value for name, _, value in leaves(config)}
-    names = ("data.source", "data.heldout_source", "seed")
-    if all(asked[name] == saved.settings[name] for name in names):
-        for change in _describe_changes(digests, saved.inputs.get("data", {})):
-            warn(f"{change}: the run may have been trained on problems of this evaluation")
 
 
 # --- several processes -----------------------------------------------------------------------
