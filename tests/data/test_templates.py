@@ -38,7 +38,7 @@ BESIDE = Beside(ChatTemplate(CHATML), "Be brief.", EXAMPLES, shots=2)
 
 
 def render(template: str, text: str, beside: Beside = BESIDE) -> str:
-    return TEMPLATES[template](Problem("p", text, "", ""), beside)
+    return open_template(template).write(Problem("p", text, "", ""), beside)
 
 
 def ask(text: str, system: str = "") -> list[dict[str, str]]:
@@ -46,10 +46,10 @@ def ask(text: str, system: str = "") -> list[dict[str, str]]:
     return [*messages, {"role": "user", "content": text}]
 
 
-@pytest.mark.parametrize("name", TEMPLATES)
-def test_templates_leave_braces_of_the_problem_alone(name):
-    text = r"\frac{1}{2} {x} {problem} {{ y }} {% z %}"
-    assert text in render(name, text)
+@pytest.mark.parametrize("template", [*TEMPLATES, "{problem}", "{{ problem }}"])
+def test_templates_leave_braces_of_the_problem_alone(template):
+    text = r"\frac{1}{2} {x} {problem} {{ level }} {% if %}"
+    assert text in render(template, text)
 
 
 def test_templates_ask_in_the_published_words():
@@ -263,12 +263,6 @@ def test_an_own_template_is_a_text_or_a_file(tmp_path, text, expected):
     assert open_template(text).digest and not open_template("dapo").digest
 
 
-def test_a_problems_text_is_never_a_template():
-    text = "{problem} {{ level }} {% if %}"
-    for template in ("{problem}", "{{ problem }}", MESSAGES):
-        assert write_own(template, dataclasses.replace(PROBLEM, text=text)).endswith(text)
-
-
 def test_a_row_s_own_system_message_and_earlier_turns_come_first():
     own = dataclasses.replace(PROBLEM, system="Mine")
     expected = [("system", "Mine"), ("user", "Hi"), ("assistant", "Ho"), ("user", "1+1?")]
@@ -296,9 +290,8 @@ def conversations(tmp_path):
         {"messages": [*before, {"role": "user", "content": f"{i}+1="}], "answer": i + 1}
         for i, before in enumerate(turns)
     ]
-    return Data(
-        source=write_lines(tmp_path / "c.jsonl", rows), template=MESSAGES, max_prompt_tokens=99
-    )
+    source = write_lines(tmp_path / "c.jsonl", rows)
+    return Data(source=source, template=MESSAGES, max_prompt_tokens=99)
 
 
 def test_conversations_need_a_template_that_shows_them(conversations):
