@@ -29,7 +29,7 @@ import numpy as np
 import pytest
 from clouds import Cloud, make_checkout
 
-from dapo_jax.data.prompts.tokenizer import arithmetic_tokenizer
+from dapo_jax.extras.arithmetic import arithmetic_tokenizer
 from dapo_jax.learner.critic import scalar_config
 from dapo_jax.model import save_huggingface
 from dapo_jax.model.decoder import DecoderConfig, init_params

@@ -27,7 +27,6 @@ from dapo_jax.types.rules import (
 )
 
 DEFAULT_HELDOUT = 256
-GENERATED = ("arithmetic", "multi_digit_sums")  # data.source of the built-in tasks
 OF_THE_ANSWER = ("rule", "gym")  # reward parts that compare with the gold answer
 # Reward parts without a verdict.
 SHAPING = ("format", "think_format", "repetition", "overlong", "length")

@@ -18,8 +18,8 @@ from typing import Any
 
 from etils import epath
 
-from dapo_jax.config.experiment import GENERATED, Data
-from dapo_jax.data import arithmetic, files
+from dapo_jax.config.experiment import Data
+from dapo_jax.data import files
 from dapo_jax.data.row_formats import (
     FIELDS,
     KNOWN,
@@ -184,7 +184,7 @@ def plugin_of(name: str) -> Any:
 
 def is_generated(name: str) -> bool:
     """Return True for the name of a source that reads no files."""
-    return name in GENERATED or plugin_of(name) is not None
+    return plugin_of(name) is not None
 
 
 def parse_sources(field: str, text: str) -> dict[str, float]:
@@ -329,13 +329,7 @@ class Sources:
             f"rows with the columns that rewards and teachers take ({taken}); it generates problems"
         )
         require(not taken, field, name, allowed)
-        if name not in GENERATED:
-            return plugin_of(name).open_problems(field, name, data, self._seed, split)
-        make = functools.partial(arithmetic.make_sum, split, self._seed)
-        if name == "arithmetic":
-            terms = {"min_terms": data.min_terms, "max_terms": data.max_terms}
-            make = functools.partial(arithmetic.make_problem, split, self._seed, **terms)
-        return Generated(data.count(split), make)
+        return plugin_of(name).open_problems(field, name, data, self._seed, split)
 
     def heldout(self) -> list[Source]:
         """Return the sources that are evaluated and never trained on.

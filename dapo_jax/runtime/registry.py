@@ -32,6 +32,7 @@ OURS: dict[str, dict[str, str]] = {
     },
     "parts": {"judge": "dapo_jax.extras.judge.model_judge:ModelJudge"},
     "sources": {
+        **dict.fromkeys(("arithmetic", "multi_digit_sums"), "dapo_jax.extras.arithmetic"),
         "gym": "dapo_jax.extras.gym",
         "verifiers": "dapo_jax.extras.environments.verifiers_tasks",
         "word_problems": "dapo_jax.extras.words",

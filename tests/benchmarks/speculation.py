@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import dapo_jax
-from dapo_jax.data.arithmetic import make_problem as make_chain
+from dapo_jax.extras.arithmetic import make_problem as make_chain
 from dapo_jax.extras.words import make_problem
 from dapo_jax.rollout.engine import PolicyEngine
 from dapo_jax.rollout.proposals import propose

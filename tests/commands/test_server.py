@@ -31,7 +31,7 @@ from served import (
 from small_runs import ROOT
 
 import dapo_jax
-from dapo_jax.data.arithmetic import make_problem
+from dapo_jax.extras.arithmetic import make_problem
 from dapo_jax.extras.serve import policy
 from dapo_jax.run import memory
 from dapo_jax.runtime.keys import read_key

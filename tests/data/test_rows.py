@@ -16,7 +16,6 @@ from dapo_jax.data import row_formats
 from dapo_jax.data.files import MalformedRow, NoAnswer, register_rows
 from dapo_jax.data.prompt_stream import PromptStream
 from dapo_jax.data.prompts.templates import DAPO, TEMPLATES, Beside, ChatTemplate, open_template
-from dapo_jax.data.prompts.tokenizer import arithmetic_tokenizer
 from dapo_jax.data.row_formats import (
     DAPO_AFTER,
     DAPO_BEFORE,
@@ -26,6 +25,7 @@ from dapo_jax.data.row_formats import (
     read_row,
 )
 from dapo_jax.data.sources import read_problems
+from dapo_jax.extras.arithmetic import arithmetic_tokenizer
 from dapo_jax.types.errors import ConfigError
 from dapo_jax.types.structs import WantedColumns
 

@@ -10,7 +10,7 @@ from dapo_jax.config.experiment import Data
 from dapo_jax.data.files import MalformedRow
 from dapo_jax.data.prompt_stream import PromptStream
 from dapo_jax.data.prompts.templates import ChatTemplate
-from dapo_jax.data.prompts.tokenizer import arithmetic_tokenizer
+from dapo_jax.extras.arithmetic import arithmetic_tokenizer
 from dapo_jax.extras.sft.rows import EXAMPLES, PAIRS, Writer, endless_order, read_examples
 from dapo_jax.extras.sft.settings import OwnData
 from dapo_jax.types.errors import ConfigError
@@ -199,7 +199,7 @@ def test_held_out_prompts_are_never_trained_on_whatever_the_order(tmp_path):
     for order in (rows, rows[::-1]):
         source = write_lines(tmp_path / "own.jsonl", order)
         one = read_examples(own(source, heldout_examples=30), tokenizer_with(), 99, EXAMPLES)
-        training, heldout = ({e.text.replace(" ", "") for e in part} for part in one[:2])
+        training, heldout = ({e.text.replace(" ", "") for e in part} for part in one[1:3])
         assert not training & heldout and len(one.training) + len(one.heldout) == 100
         assert len(one.heldout) == 30
         found.append(heldout)
@@ -210,7 +210,9 @@ def test_held_out_prompts_are_never_trained_on_whatever_the_order(tmp_path):
     with pytest.raises(ConfigError, match="heldout_examples = 100: must be below the 100 examples"):
         read_examples(sizes[100], tokenizer_with(), 99, EXAMPLES)
     source = write_lines(tmp_path / "same.jsonl", [ROW] * 40)
-    assert not read_examples(own(source, heldout_examples=-1), tokenizer_with(), 99, EXAMPLES)[1]
+    assert not read_examples(
+        own(source, heldout_examples=-1), tokenizer_with(), 99, EXAMPLES
+    ).heldout
 
 
 def test_every_pass_has_each_example_once_in_an_order_of_its_own():

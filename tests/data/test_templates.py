@@ -20,7 +20,8 @@ from dapo_jax.data.prompts.templates import (
     open_template,
     read_chat_template,
 )
-from dapo_jax.data.prompts.tokenizer import Tokenizer, arithmetic_tokenizer
+from dapo_jax.data.prompts.tokenizer import Tokenizer
+from dapo_jax.extras.arithmetic import arithmetic_tokenizer
 from dapo_jax.reporting.console import Progress
 from dapo_jax.run.build import check_lengths
 from dapo_jax.run.notices import announce_data

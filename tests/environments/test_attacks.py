@@ -13,7 +13,7 @@ from conftest import make_prompt
 from row_files import read_table
 
 from dapo_jax.config.experiment import Environment
-from dapo_jax.data.prompts.tokenizer import arithmetic_tokenizer
+from dapo_jax.extras.arithmetic import arithmetic_tokenizer
 from dapo_jax.rollout.environments import sessions
 from dapo_jax.rollout.environments.sessions import Environments
 from dapo_jax.rollout.environments.tools import ToolUse

@@ -12,7 +12,8 @@ from gym_items import write_package
 from row_files import read_table
 
 from dapo_jax.config.experiment import Config, Environment, Reward
-from dapo_jax.data.prompts.tokenizer import Tokenizer, arithmetic_tokenizer
+from dapo_jax.data.prompts.tokenizer import Tokenizer
+from dapo_jax.extras.arithmetic import arithmetic_tokenizer
 from dapo_jax.rewards.second_try import SecondTry
 from dapo_jax.rollout.environments.registry import with_reward_settings
 from dapo_jax.rollout.environments.sessions import Environments

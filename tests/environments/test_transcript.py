@@ -8,7 +8,8 @@ from chat_families import ASKED, FAMILIES, begin_token, called, conversations
 from row_files import read_table
 
 from dapo_jax.data.prompts.templates import ChatTemplate
-from dapo_jax.data.prompts.tokenizer import Tokenizer, arithmetic_tokenizer
+from dapo_jax.data.prompts.tokenizer import Tokenizer
+from dapo_jax.extras.arithmetic import arithmetic_tokenizer
 from dapo_jax.rollout.environments.transcript import Transcript
 from dapo_jax.types.errors import ConfigError
 

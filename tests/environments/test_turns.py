@@ -7,7 +7,8 @@ import pytest
 from samplers import PROMPTS, make_engine, sample
 
 from dapo_jax.config.experiment import Environment
-from dapo_jax.data.prompts.tokenizer import Tokenizer, arithmetic_tokenizer
+from dapo_jax.data.prompts.tokenizer import Tokenizer
+from dapo_jax.extras.arithmetic import arithmetic_tokenizer
 from dapo_jax.rollout.environments.sessions import TokenizedReply
 from dapo_jax.rollout.scheduler import Scheduler
 from dapo_jax.types.structs import RolloutKey, SamplingRule, with_texts

@@ -13,7 +13,7 @@ from scored import ask
 from small_runs import ROOT
 
 from dapo_jax.config.experiment import Environment, Reward
-from dapo_jax.data.prompts.tokenizer import arithmetic_tokenizer
+from dapo_jax.extras.arithmetic import arithmetic_tokenizer
 from dapo_jax.rewards.pool import RewardPool
 from dapo_jax.rollout.environments.sessions import Environments
 from dapo_jax.runtime.workers.pickled_functions import register_function

@@ -7,7 +7,8 @@ from conftest import make_prompt
 from safetensors import safe_open
 from samplers import GREEDY, make_engine, sample
 
-from dapo_jax.data.prompts.tokenizer import Tokenizer, arithmetic_tokenizer
+from dapo_jax.data.prompts.tokenizer import Tokenizer
+from dapo_jax.extras.arithmetic import arithmetic_tokenizer
 from dapo_jax.model import load_huggingface, save_huggingface
 from dapo_jax.model.decoder import Decoder, head_kernel
 from dapo_jax.model.lm_head import Scale

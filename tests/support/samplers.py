@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from conftest import TINY, make_prompt
 
 from dapo_jax.config.experiment import Sampler
-from dapo_jax.data.prompts.tokenizer import arithmetic_tokenizer
+from dapo_jax.extras.arithmetic import arithmetic_tokenizer
 from dapo_jax.model.decoder import Decoder, abstract_params
 from dapo_jax.rollout.engine import PolicyEngine
 from dapo_jax.rollout.scheduler import Scheduler

@@ -6,7 +6,7 @@ import json
 import pathlib
 
 from dapo_jax.config.settings import leaves
-from dapo_jax.data.arithmetic import make_worked_example
+from dapo_jax.extras.arithmetic import make_worked_example
 from dapo_jax.extras.sft.settings import SftConfig
 
 ROOT = pathlib.Path(__file__).parents[2]

@@ -1,4 +1,4 @@
-"""Tokenizers of a model folder and of the embedded task, with the ids that end a response."""
+"""Tokenizer of a model folder, with the ids that end a response."""
 
 import contextlib
 import functools
@@ -8,7 +8,6 @@ import sys
 import unicodedata
 from collections.abc import Sequence
 
-from tokenizers import Regex, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
 from dapo_jax.data.prompts.templates import ChatTemplate, read_chat_template
@@ -203,16 +202,3 @@ class TextStream:
     def rest(self, ids: Sequence[int] = ()) -> str:
         """Return the text that is not shown yet, if the response ends with these ids."""
         return self._decode([*self._ids, *ids])[self._shown_characters :]
-
-
-PAD, END = "<|pad|>", "<|end|>"
-
-
-def arithmetic_tokenizer() -> Tokenizer:
-    """Return the embedded task's tokenizer: characters, `####`, `again`; id 0 pads, id 1 ends."""
-    pieces = [PAD, END, "####", "again", *"0123456789+=,? "]
-    backend = Backend(models.WordLevel({piece: i for i, piece in enumerate(pieces)}, PAD))
-    backend.add_special_tokens([PAD, END])
-    backend.pre_tokenizer = pre_tokenizers.Split(Regex("####|again|."), "isolated")
-    backend.decoder = decoders.Fuse()
-    return Tokenizer(backend, end_ids=(1,), pad_id=0)

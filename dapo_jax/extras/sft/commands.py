@@ -3,7 +3,7 @@
 import pathlib
 
 from dapo_jax.config.validation import check_warmup
-from dapo_jax.extras.sft.settings import DpoConfig, SftConfig
+from dapo_jax.extras.sft.settings import DpoConfig, SftConfig, Supervised
 from dapo_jax.run import command_line
 from dapo_jax.runtime.signals import Signals
 
@@ -30,7 +30,7 @@ with the same beginning.
 """
 
 
-def check_folder(config: SftConfig | DpoConfig) -> None:
+def check_folder(config: Supervised) -> None:
     """Raise `ConfigError` if the folder must not be written, or the data has no file or fields."""
     from dapo_jax.data.files import find_files
     from dapo_jax.data.sources import is_generated
@@ -49,14 +49,14 @@ def check_folder(config: SftConfig | DpoConfig) -> None:
         find_files("data.source", config.data.source, config.data.folder, "train")
 
 
-def train(config: SftConfig | DpoConfig, signals: Signals) -> pathlib.Path | None:
+def train(config: Supervised, signals: Signals) -> pathlib.Path | None:
     """Train; return the folder, or None if a signal stopped it."""
     from dapo_jax.extras.sft.training import train_supervised
 
     return train_supervised(config, signals)
 
 
-def exit_code(config: SftConfig | DpoConfig) -> int:
+def exit_code(config: Supervised) -> int:
     """Train; return 0, or after a signal 128 + its number, as shells do."""
     signals = Signals()
     return 0 if train(config, signals) else signals.exit_code

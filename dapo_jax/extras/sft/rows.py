@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 import numpy as np
 from etils import epath
 
-from dapo_jax.data import arithmetic
 from dapo_jax.data.files import (
     MAX_MESSAGES,
     MalformedRow,
@@ -35,7 +34,7 @@ from dapo_jax.data.row_formats import (
     take_fields,
 )
 from dapo_jax.data.sources import hold_out
-from dapo_jax.extras import gym
+from dapo_jax.extras import arithmetic, gym
 from dapo_jax.extras import words as word_problems
 from dapo_jax.extras.sft.settings import WORD_PROBLEMS, OwnData
 from dapo_jax.types.errors import ConfigError, memory_error_as_config_error, naming, require
@@ -294,9 +293,10 @@ class Writer:
 
 
 class Examples(NamedTuple):
-    """Examples of the files."""
+    """Examples of a run."""
 
-    training: list[Example]
+    at: Callable[[int], Example]  # by position in an endless order
+    training: list[Example]  # of files
     heldout: list[Example]
     notes: str  # line about the examples
     warnings: list[str]  # about rows that were left out or cut
@@ -355,7 +355,7 @@ def read_examples(
     """Return the examples, or pairs, of data.source; those over `row_tokens` are cut or dropped.
 
     Args:
-        seed: of generated examples.
+        seed: of the order, and of generated examples.
 
     Raises `ConfigError`.
     """
@@ -393,7 +393,8 @@ def read_examples(
         f"{shown_name(data.source)}: {len(training):,} {kind} of {counts['rows']:,} rows"
         f"{malformed}, {trained:,} tokens to learn. Held out: {len(heldout):,}"
     )
-    return Examples(training, heldout, notes, warnings)
+    order = endless_order(len(training), seed)
+    return Examples(lambda place: training[order(place)], training, heldout, notes, warnings)
 
 
 def generated_example(settings: Any, tokenizer: Tokenizer, index: int) -> Example:
@@ -407,25 +408,20 @@ def generated_example(settings: Any, tokenizer: Tokenizer, index: int) -> Exampl
     else:
         text, answer = arithmetic.make_worked_example(settings.seed, index, settings.examples)
         worked = [answer]
-    tokens: list[int] = []
-    trained: list[bool] = []
-    for number, turn in enumerate(worked):
-        is_trained = number % 2 == 0
-        ids = [*tokenizer.encode(turn), *tokenizer.end_ids[:1] * is_trained]
-        tokens += ids
-        trained += [is_trained] * len(ids)
-    budget = settings.max_response_tokens
-    prompt = np.asarray(tokenizer.encode_prompt(text), np.int32)
-    response = np.asarray(tokens[:budget], np.int32)
-    return Example(text, (Turns(prompt, response, np.asarray(trained[:budget])),))
+    is_trained, budget = itertools.cycle((True, False)), settings.max_response_tokens
+    pieces = [
+        (token, own)
+        for turn, own in zip(worked, is_trained, strict=False)
+        for token in [*tokenizer.encode(turn), *tokenizer.end_ids[:1] * own]
+    ]
+    tokens, trained = zip(*pieces[:budget], strict=True)
+    prompt = np.array(tokenizer.encode_prompt(text), np.int32)
+    return Example(text, (Turns(prompt, np.array(tokens, np.int32), np.array(trained)),))
 
 
 def endless_order(count: int, seed: int) -> Callable[[int], int]:
     """Return a map from a position of the run to an example; each pass has a new order."""
 
-    @functools.lru_cache(maxsize=2)
-    def permute(number: int) -> np.ndarray:
-        key = [seed, zlib.crc32(b"examples"), number]
-        return np.random.default_rng(key).permutation(count)
-
+    key = [seed, zlib.crc32(b"examples")]
+    permute = functools.lru_cache(2)(lambda n: np.random.default_rng([*key, n]).permutation(count))
     return lambda place: int(permute(place // count)[place % count])

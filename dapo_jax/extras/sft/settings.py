@@ -4,7 +4,6 @@ from typing import Annotated, ClassVar, Literal
 
 from dapo_jax.config.combinations import Checks, check_table
 from dapo_jax.config.experiment import (
-    GENERATED,
     SYSTEM_PROMPT,
     Compute,
     Examples,
@@ -17,6 +16,7 @@ from dapo_jax.config.settings import part, section, setting
 from dapo_jax.config.validation import check_row_length, check_terms
 from dapo_jax.types.rules import AutoCount, Count, CountOr0, Positive, Range, Seed
 
+GENERATED = ("arithmetic", "multi_digit_sums")  # by position, without an end
 WORD_PROBLEMS = ("word_problems", "calculator_problems")  # generated too, as rows of a file
 OWN_EXAMPLES = """
 -> data.source!=: a file, folder or glob of rows
@@ -66,7 +66,25 @@ class OwnData:
 
 
 @section
-class SftConfig:
+class Supervised:
+    """What runs on examples and on pairs have in common."""
+
+    needs_file: ClassVar = False
+    out: str = setting("runs/base", "Model folder to write; replaces an earlier one of sft.")
+    seed: Seed = setting(0, "Random seed.")
+    start: str = setting("", "Model folder to start from; empty: random weights of `architecture`.")
+    total_steps: CountOr0 = setting(0, "Optimizer steps; 0: as data.passes requires.")
+    save_every_steps: Count = setting(100, "Steps between checkpoints, next to `out`.")
+    lora: Lora = part(Lora)
+    compute: Compute = part(Compute)
+    data: OwnData = part(OwnData)
+    optimizer: Optimizer = part(lambda: Optimizer(schedule="cosine"))
+    packing: Packing = part(Packing)
+    mesh: OneMesh = part(OneMesh)
+
+
+@section
+class SftConfig(Supervised):
     """A supervised run on examples (`dapo-jax sft`); writes a model folder."""
 
     combinations: ClassVar = """
@@ -77,23 +95,11 @@ class SftConfig:
         data.source!=arithmetic|multi_digit_sums -> examples. max_response_tokens
         examples.direct_share>0 -> examples.errors
     """
-    needs_file: ClassVar = False
     usual_rate: ClassVar = 1e-5
-    out: str = setting("runs/base", "Model folder to write; replaces an earlier one of sft.")
-    seed: Seed = setting(0, "Random seed.")
-    start: str = setting("", "Model folder to start from; empty: random weights of `architecture`.")
-    total_steps: CountOr0 = setting(0, "Optimizer steps; 0: as data.passes requires.")
     examples_per_step: Count = setting(32, "Examples per optimizer step.")
-    save_every_steps: Count = setting(100, "Steps between checkpoints, next to `out`.")
     architecture: Architecture = part(Architecture)
-    lora: Lora = part(Lora)
-    compute: Compute = part(Compute)
-    data: OwnData = part(OwnData)
     examples: Examples = part(Examples)
     max_response_tokens: Count = setting(160, "Longest example; others are cut.")
-    optimizer: Optimizer = part(lambda: Optimizer(schedule="cosine"))
-    packing: Packing = part(Packing)
-    mesh: OneMesh = part(OneMesh)
 
     def checks(self) -> Checks:
         """Yield the checks of combinations of settings."""
@@ -110,23 +116,15 @@ class SftConfig:
 
 
 @section
-class DpoConfig:
+class DpoConfig(Supervised):
     """Preference optimisation on offline pairs (`dapo-jax dpo`); writes a model folder."""
 
     combinations: ClassVar = OWN_EXAMPLES
-    needs_file: ClassVar = False
     usual_rate: ClassVar = 1e-6
     out: str = setting("runs/dpo", "Model folder to write; replaces an earlier one of dpo.")
-    seed: Seed = setting(0, "Random seed.")
     start: str = setting("", "Model folder to start from.")
     reference: str = setting("", "The frozen reference policy; empty: `start`.")
     beta: Positive = setting(0.1, "DPO's beta: strength of a margin, in 1 / nats.")
-    lora: Lora = part(Lora)
-    total_steps: CountOr0 = setting(0, "Optimizer steps; 0: as data.passes requires.")
     pairs_per_step: Count = setting(32, "Pairs per optimizer step.")
-    save_every_steps: Count = setting(100, "Steps between checkpoints, next to `out`.")
-    compute: Compute = part(Compute)
     data: OwnData = part(lambda: OwnData(source="", passes=1.0))
     optimizer: Optimizer = part(lambda: Optimizer(schedule="linear"))
-    packing: Packing = part(Packing)
-    mesh: OneMesh = part(OneMesh)

@@ -9,11 +9,16 @@ is the sum itself; the answer follows the value it returns.
 Everything about item i of a split depends on the key (seed, split, i) alone.
 """
 
+import functools
 import zlib
 
 import numpy as np
+from tokenizers import Regex, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer as Backend
 
-from dapo_jax.config.experiment import Examples
+from dapo_jax.config.experiment import Data, Examples
+from dapo_jax.data.prompts.tokenizer import Tokenizer
+from dapo_jax.data.sources import Generated
 from dapo_jax.types.structs import Problem
 
 LARGEST_DIGITS = (3, 6, 9)
@@ -107,3 +112,25 @@ def make_worked_sum(seed: int, index: int, examples: Examples) -> tuple[str, lis
     if rng.random() < examples.direct_share:
         return problem.text, [answer]
     return problem.text, [problem.text, problem.answer, answer]
+
+
+def open_problems(field: str, name: str, data: Data, seed: int, split: str) -> Generated:
+    """Return the problems of a split of 'arithmetic' or 'multi_digit_sums'."""
+    make = functools.partial(make_sum, split, seed)
+    if name == "arithmetic":
+        terms = {"min_terms": data.min_terms, "max_terms": data.max_terms}
+        make = functools.partial(make_problem, split, seed, **terms)
+    return Generated(data.count(split), make)
+
+
+PAD, END = "<|pad|>", "<|end|>"
+
+
+def arithmetic_tokenizer() -> Tokenizer:
+    """Return the embedded task's tokenizer: characters, `####`, `again`; id 0 pads, id 1 ends."""
+    pieces = [PAD, END, "####", "again", *"0123456789+=,? "]
+    backend = Backend(models.WordLevel({piece: i for i, piece in enumerate(pieces)}, PAD))
+    backend.add_special_tokens([PAD, END])
+    backend.pre_tokenizer = pre_tokenizers.Split(Regex("####|again|."), "isolated")
+    backend.decoder = decoders.Fuse()
+    return Tokenizer(backend, end_ids=(1,), pad_id=0)
