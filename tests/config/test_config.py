@@ -1,6 +1,7 @@
 """Bad settings stop a command and say what is allowed; configs by name or file; help; rates."""
 
 import dataclasses
+import re
 import shutil
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from dapo_jax.commands import api
 from dapo_jax.config.algorithms import preset
 from dapo_jax.config.experiment import Config, Lora, Optimizer
 from dapo_jax.config.files import config_for_folder, read_config, shipped_configs
+from dapo_jax.config.foreign_names import advice, settings_by_argument
 from dapo_jax.config.rates import choose_rates
 from dapo_jax.config.settings import leaves
 from dapo_jax.extras.serve.settings import ServeConfig
@@ -274,17 +276,7 @@ def test_algorithm_may_name_a_preset(tmp_path):
     assert api.load(config, Config).algorithm == preset("grpo")
 
 
-@pytest.mark.parametrize(
-    ("name", "text", "words"),
-    [
-        ("a.yaml", "seed: 1\noptimizer: {eps: 1.0}\n\noptimizer: {}\n", "'optimizer'.*1?2 and 4"),
-        ("a.yaml", "optimizer:\n  eps: 1.0\n  beta1: 0.5\n  eps: 1.0\n", "'eps'.*lines 2 and 4"),
-        ("a.yaml", "optimizer: {eps: 1.0, eps: 2.0}\n", "'eps'.*lines 1 and 1"),
-        ("a.yaml", "model:\n- {x: 1,\n   x: 2}\n", "'x'.*lines 2 and 3"),
-        ("a.json", '{"seed": 1,\n"optimizer": {},\n"optimizer": {}}', "'optimizer'.*lines 2, 3"),
-        ("a.json", '{"optimizer": {"eps": 1.0,\n"eps": 2.0}}', "'eps'.*lines 1, 2"),
-    ],
-)
+@pytest.mark.parametrize(("name", "text", "words"), read_table(__file__, "keys that occur twice"))
 def test_a_key_that_occurs_twice_is_an_error_with_its_lines(tmp_path, name, text, words):
     (tmp_path / name).write_text(text)
     with pytest.raises(ConfigError, match=words):
@@ -298,15 +290,7 @@ def test_keys_of_merged_tables_may_be_replaced(tmp_path):
     assert (config.optimizer.eps, config.critic.optimizer.eps) == (1e-4, 1e-3)
 
 
-@pytest.mark.parametrize(
-    "flags",
-    [
-        ["--config.seed=1", "--config.seed=2"],
-        ["--config.seed", "1", "--config.seed=2"],
-        ["--config=smollm2"],
-        ["--config", "smollm2"],
-    ],
-)
+@pytest.mark.parametrize("flags", read_table(__file__, "a flag with two values is an error"))
 def test_a_flag_with_two_values_is_an_error(flags, capsys):
     assert " is given twice: '" in refusal(Config, ["--config=arithmetic", *flags], capsys)
     same = ["--config=arithmetic", "--config.seed=1"]
@@ -335,28 +319,20 @@ def test_missing_base_names_the_command_that_makes_it():
 # --- rates that the settings leave to the program -------------------------------------------------
 
 
+KINDS = {"rl": Config, "sft": SftConfig, "dpo": DpoConfig}
+
+
 @pytest.mark.parametrize(
-    ("kind", "changes", "parameters", "steps", "rate", "warmup"),
-    [
-        (Config, {}, 7_000_000_000, 1000, 1e-6, 20),
-        (Config, {}, 135_000_000, 100, 4.5e-6, 10),
-        (Config, {}, 600_000, 20, 2.6e-4, 2),
-        (Config, {}, 600_000, 1, 2.6e-4, 0),
-        (Config, {"lora": Lora(rank=8)}, 494_000_000, 30, 1.7e-5, 3),
-        (SftConfig, {}, 1_500_000_000, 90, 1e-5, 9),
-        (SftConfig, {"lora": Lora(rank=8)}, 1_500_000_000, 90, 1e-4, 9),
-        (DpoConfig, {}, 1_500_000_000, 90, 1e-6, 9),
-        (Config, {}, 1000, 20, 3e-3, 2),  # never larger
-    ],
+    ("kind", "rank", "parameters", "steps", "rate", "warmup"), read_table(__file__, "rates")
 )
 def test_auto_is_a_rate_for_the_size_and_a_warmup_for_the_length(
-    kind, changes, parameters, steps, rate, warmup
+    kind, rank, parameters, steps, rate, warmup
 ):
-    config = kind(**changes)
+    config = KINDS[kind](lora=Lora(rank=rank))
     chosen, lines, warnings = choose_rates(config, parameters, steps)
     assert (chosen.optimizer.learning_rate, chosen.optimizer.warmup_steps) == (rate, warmup)
     assert f"optimizer.learning_rate = {rate:g} (auto: {parameters:,} parameters" in lines[0]
-    assert len(lines) == 2 and not warnings and config == kind(**changes)
+    assert len(lines) == 2 and not warnings and config == KINDS[kind](lora=Lora(rank=rank))
     saved = {"optimizer.learning_rate": 0.5, "optimizer.warmup_steps": 7}
     saved |= {f"critic.{name}": -1 for name in saved}
     resumed = choose_rates(config, parameters, 10 * steps, saved)[0].optimizer
@@ -380,3 +356,50 @@ def test_a_fixed_rate_far_from_the_usual_one_is_a_warning(rate, words):
     chosen, (line,), warnings = choose_rates(config, 600_000, 20)
     assert chosen.optimizer.learning_rate == rate and "warmup_steps = 2" in line
     assert len(warnings) == bool(words) and all(words in text for text in warnings)
+
+
+# --- arguments of TRL and verl ----------------------------------------------------------------
+
+KNOWN = {name for name, _, _ in leaves(Config())}
+KNOWN |= {name.rpartition(".")[0] for name in KNOWN} - {""}
+SETTINGS = settings_by_argument()
+SUPERVISED = ("## SFTConfig", "## DPOConfig")
+
+
+def replaced(page: str) -> list[tuple[str, set[str]]]:
+    """Return the arguments of a page's tables, each with the settings of its row."""
+    pairs = []
+    text = (ROOT / f"docs/{page}.md").read_text(encoding="utf-8")
+    for section in re.split(r"^(?=## )", text, flags=re.MULTILINE):
+        for line in section.splitlines() if not section.startswith(SUPERVISED) else ():
+            cells = line.split("|") if line.startswith("| ") else ["", "", ""]
+            ours = {code.partition("=")[0] for code in re.findall("`([^`]+)`", cells[2])} & KNOWN
+            names = re.findall("`([a-z_0-9.]+)[=`]", cells[1])
+            pairs += [(name, ours) for name in names if ours and re.search("[._]", name)]
+    return pairs
+
+
+@pytest.mark.parametrize("page", ["from_trl", "from_verl"])
+def test_every_argument_of_the_tables_leads_to_a_setting_of_its_row(page):
+    pairs = replaced(page)
+    assert len(pairs) > 50
+    rows: dict[str, set[str]] = {}
+    for name, ours in pairs:
+        rows.setdefault(name, set()).update(ours)
+    missing = {n for n in rows if n not in SETTINGS} - {"grpo_passk", "dppo_kl"}  # values
+    wrong = {
+        n: (SETTINGS[n], ours)
+        for n, ours in rows.items()
+        if n in SETTINGS and not set(SETTINGS[n].split(", ")) <= ours
+    }
+    assert not missing and not wrong
+
+
+def test_every_setting_of_the_table_exists():
+    assert {name for settings in SETTINGS.values() for name in settings.split(", ")} <= KNOWN
+
+
+def test_the_last_part_of_a_name_is_enough():
+    assert advice("clip_ratio_high") == "--config.algorithm.clip_high"
+    assert advice("training_args.learning_rate") == "--config.optimizer.learning_rate"
+    assert advice("nothing") == advice("model.path") == ""  # several end in path

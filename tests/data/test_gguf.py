@@ -8,6 +8,7 @@ import shutil
 import numpy as np
 import pytest
 from families_fixtures import packed_logits
+from row_files import read_table
 from safetensors.numpy import load_file, save_file
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
@@ -232,20 +233,12 @@ DAMAGES = {
     "many tensors": (lambda c: c[:8] + (2**40).to_bytes(8, "little") + c[16:], BROKEN),
     "text": (lambda content: b"<html>404</html>", f"{BROKEN}: GGUF magic invalid"),
     "noise": (lambda c: c[: len(c) // 2] + bytes(range(256)) * 8, BROKEN),
-    "architecture": (swap(b"llama", b"llamb"), "general.architecture = 'llamb': must be one of"),
-    "tensor": (
-        swap(b"blk.0.attn_q.weight", b"blk.0.attn_z.weight"),
-        "blk.0.attn_z.weight is not kn",
-    ),
-    "key": (swap(b"llama.block_count", b"llama.block_coumt"), "metadata lack llama.block_count"),
-    "tokenizer": (swap(b"gpt2", b"gpt9"), "tokenizer.ggml.model = 'gpt9': must be one of"),
-    "splits": (swap(b"smollm", b"smollx"), "tokenizer.ggml.pre = 'smollx': must .*'tekken'"),
-    "no splits": (swap(b"ggml.pre", b"ggml.prx"), "its metadata lack tokenizer.ggml.pre"),
-    "no end": (swap(b"eos_token_id", b"eof_token_id"), "metadata lack tokenizer.ggml.eos_token_id"),
     "no heads": (swap(HEADS + uint32(4), HEADS + uint32(0)), "head_count = 0: must be a positive"),
     "other heads": (swap(HEADS + uint32(4), HEADS + uint32(5)), "q_proj has 32 rows: must have 40"),
     "type": (swap(QUERY + F16, QUERY + I16), "attn_q.weight has type I16: must be one of F32, F16"),
 }
+for kind, old, new, words in read_table(__file__, "swaps"):
+    DAMAGES[kind] = swap(old.encode(), new.encode()), words
 
 
 @pytest.fixture(scope="module")
