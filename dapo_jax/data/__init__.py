@@ -1,1 +1,1 @@
-"""Data: problems, prompts and supervised rows."""
+"""Data: problems and prompts."""
