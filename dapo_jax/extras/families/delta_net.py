@@ -206,8 +206,11 @@ class GatedDeltaNet(nn.Module):
         read, state = delta_rule(inputs, before.state, segments)
         if not is_training:
             cache = StateCache(state, _last_inputs(mixed, before.window, real))
-        out = self._gated_norm(read, gates.reshape(read.shape))
-        out = constrain(out.reshape(gates.shape), "batch", "sequence", "heads", None)
+        scale = named(nn.initializers.ones, ("norm",))
+        norm = nn.RMSNorm(c.norm_eps, dtype=c.dtype, scale_init=scale, name="norm")
+        by_head = gates.reshape(read.shape)
+        gated = (norm(read) * nn.silu(by_head.astype(jnp.float32))).astype(c.dtype)
+        out = constrain(gated.reshape(gates.shape), "batch", "sequence", "heads", None)
         axes = ("heads", "head_dim", "embed")
         last = projection(c, "out", (c.embed,), axes, target="delta_out", contracted=2)
         return last(out), cache
@@ -232,9 +235,3 @@ class GatedDeltaNet(nn.Module):
             return x * jax.lax.rsqrt(jnp.sum(x * x, axis=-1, keepdims=True) + NORM_EPSILON)
 
         return DeltaInputs(unit(queries) * key**-0.5, unit(keys), values, decay, beta)
-
-    def _gated_norm(self, read: Array, gates: Array) -> Array:
-        c = self.config
-        scale = named(nn.initializers.ones, ("norm",))
-        norm = nn.RMSNorm(c.norm_eps, dtype=c.dtype, scale_init=scale, name="norm")
-        return (norm(read) * nn.silu(gates.astype(jnp.float32))).astype(c.dtype)
