@@ -52,6 +52,18 @@ def submit(
     return record.read_text() if record.exists() else ""
 
 
+def start_task(machine, task: dict, *values: str) -> subprocess.Popen:
+    """Run SkyPilot's task with its run_dir, data, model and trainer."""
+    python = machine.tree / ".venv/bin/python"
+    python.parent.mkdir(parents=True, exist_ok=True)
+    if not python.exists():
+        python.symlink_to(STUBS / "worker/python3")
+    environment = machine.environment() | {"STUB_WORKER": "0", "HOME": str(machine.folder)}
+    environment |= zip(("RUN_DIR", "DATA", "MODEL", "TRAINER"), values, strict=True)
+    environment["PATH"] = f"{STUBS}/worker:{environment['PATH']}"
+    return subprocess.Popen(["bash", "-c", task["run"]], cwd=machine.tree, env=environment)
+
+
 def test_a_slurm_job_trains_on_every_gpu_of_its_node(machine):
     assert not submit(machine, "--config.seed=1")
     (start,) = machine.starts()
@@ -63,11 +75,8 @@ def test_a_slurm_job_trains_on_every_gpu_of_its_node(machine):
 def test_slurm_and_skypilot_start_samplers(machine, task):
     words = "sampler", "--run=/shared/runs/a", "--trainer=http://host:8200"
     assert not submit(machine, trainer=words)
-    (machine.tree / ".venv/bin").mkdir(parents=True, exist_ok=True)
-    environment = machine.environment() | {"STUB_WORKER": "0", "HOME": str(machine.folder)}
-    environment |= {"RUN_DIR": words[1][6:], "DATA": "d", "MODEL": "a/b", "TRAINER": words[2][10:]}
-    environment["PATH"] = f"{STUBS}/worker:{environment['PATH']}"
-    subprocess.run(["bash", "-c", task["run"]], cwd=machine.tree, env=environment, check=True)
+    process = start_task(machine, task, words[1][6:], "d", "a/b", words[2][10:])
+    assert process.wait(30) == 0
     assert (machine.folder / "samplers").read_text() == f"{words[1]} {words[2]}\n" * 2
     assert (machine.folder / "downloads.0").exists() and not machine.starts()
 
@@ -102,16 +111,10 @@ def test_skypilot_runs_a_trainer_that_exists(task):
     assert used == set(task["envs"])
 
 
-@pytest.mark.parametrize("asked", [False, True])
-@pytest.mark.parametrize("model", ["a/b", "gs://b/m"])
+@pytest.mark.parametrize(("asked", "model"), [(False, "a/b"), (True, "gs://b/m")])
 def test_skypilot_starts_a_host_again_that_was_shut_down(machine, task, asked, model):
     machine.plays(runs=[{"seconds": 0.1, "steps": 50 if asked else 2}])
-    (machine.tree / ".venv/bin").mkdir(parents=True)
-    (machine.tree / ".venv/bin/python").symlink_to(STUBS / "worker/python3")
-    environment = machine.environment() | {"STUB_WORKER": "0", "HOME": str(machine.folder)}
-    environment["PATH"] = f"{STUBS}/worker:{environment['PATH']}"
-    environment |= {"RUN_DIR": RUN_DIR, "DATA": "gs://b/data", "MODEL": model, "TRAINER": ""}
-    process = subprocess.Popen(["bash", "-c", task["run"]], cwd=machine.tree, env=environment)
+    process = start_task(machine, task, RUN_DIR, "gs://b/data", model, "")
     if asked:
         wait_for(machine.starts)
         process.send_signal(signal.SIGTERM)

@@ -20,7 +20,7 @@ from dapo_jax.runtime.storage.retries import MAX_WAITING, Storage
 from dapo_jax.types.errors import ConfigError
 
 
-def test_writes_run_in_order_and_drain_waits_for_them():
+def test_writes_run_in_order_and_drain_waits_for_them_and_raises_their_errors():
     storage, done, start = Storage(), [], threading.Event()
     storage.attempt_later("it", start.wait)
     for i in range(MAX_WAITING):
@@ -29,11 +29,7 @@ def test_writes_run_in_order_and_drain_waits_for_them():
     start.set()
     storage.drain()
     assert done == list(range(MAX_WAITING))
-
-
-def test_an_error_that_is_not_of_storage_is_raised_in_the_caller():
-    storage = Storage()
-    storage.attempt_later("it", lambda: 1 / 0)
+    storage.attempt_later("it", lambda: 1 / 0)  # an error that is not of storage
     with pytest.raises(ZeroDivisionError):
         storage.drain()
 
