@@ -166,7 +166,7 @@ class PolicyEngine:
         return state.replace(caches=with_scales(state.caches, self._page_scales))
 
     def with_rules(self, state: DecodeState, rule: SamplingRule) -> DecodeState:
-        """Return a state whose slots have a rule each, at first this one."""
+        """Return a state with a rule for each slot, at first this one."""
         rules = stack_rules([rule] * self.max_concurrent_decodes)
         return state.replace(rules=jax.tree.map(self.programs.split, rules))
 

@@ -71,7 +71,7 @@ class Reader:
         return self.stopped
 
     def _find(self, text: str) -> int | None:
-        """Return where the first stop text begins."""
+        """Return the start of the first stop text."""
         places = [place for stop in self._stops if (place := text.find(stop)) >= 0]
         return min(places, default=None)
 

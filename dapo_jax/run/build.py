@@ -251,7 +251,7 @@ def open_learners(
 
 
 class SamplerParts(NamedTuple):
-    """What a plug-in of the kind `samplers` makes a sampler from.
+    """Arguments of a plug-in of the kind `samplers`.
 
     It returns the sampler, a function that closes what the sampler serves or uses, and whether
     `local` samples too, so that its decoding weights stay in memory.

@@ -458,7 +458,7 @@ class Stop(NamedTuple):
 
 
 class NewTokens(NamedTuple):
-    """What a burst has added to a response: tokens, and text without what may begin a stop."""
+    """Addition of a burst to a response: tokens, and text without what may begin a stop."""
 
     sample: int
     ids: list[int]

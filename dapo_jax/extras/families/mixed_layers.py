@@ -128,12 +128,12 @@ def run_stacks(
         slices, first = (params, _cut(inputs, first, count, length)), first + count * length
 
         def step(carry: Any, slices: Any, period: Any = period, count: int = count) -> Any:
-            (x, kept), start, found = carry, 0, []
+            (x, kept), start, parts = carry, 0, []
             for (name, number), stack in zip(period, slices[0], strict=True):
-                part = stack, _cut(slices[1], start, number)
-                x, kept, record = run_equal(name, x, kept, part, count == number == 1)
-                start, found = start + number, [*found, record]
-            return (x, kept), jax.tree.map(lambda *parts: jnp.concatenate(parts), *found)
+                layers = stack, _cut(slices[1], start, number)
+                x, kept, record = run_equal(name, x, kept, layers, count == number == 1)
+                start, parts = start + number, [*parts, record]
+            return (x, kept), jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *parts)
 
         number = max(1, shared.unroll // length)
         (x, kept), record = jax.lax.scan(step, (x, kept), slices, unroll=number)

@@ -60,7 +60,7 @@ def _value(tree: Tree, point: Point, budget: Budget) -> Tree | None:
 
 
 def same_expression(
-    mine: Tree, gold: Tree, budget: Budget, whole: frozenset[str] = frozenset()
+    given: Tree, gold: Tree, budget: Budget, whole: frozenset[str] = frozenset()
 ) -> bool:
     """Test the equality for all values of the variables; `whole`: those that are integers.
 
@@ -68,19 +68,19 @@ def same_expression(
         Undecided: no ball at no precision shows it.
         Refused: an expression has no value.
     """
-    if mine == gold:
+    if given == gold:
         return True
-    if any(trees.INFINITY in trees.nodes(tree) for tree in (mine, gold)):
+    if any(trees.INFINITY in trees.nodes(tree) for tree in (given, gold)):
         raise Refused("infinity is no value")
-    if (exact := same_rational(mine, gold, budget)) is not None:
+    if (exact := same_rational(given, gold, budget)) is not None:
         return exact
-    is_constant = not symbols(mine) | symbols(gold)
+    is_constant = not symbols(given) | symbols(gold)
     enough = 1 if is_constant else ENOUGH_POINTS
-    points = list(sample_points(mine, gold, whole_letters(mine, gold, whole)))
+    points = list(sample_points(given, gold, whole_letters(given, gold, whole)))
     for bits in ball.PRECISIONS:
         seen = missed = equal = 0
         with ball.with_bits(bits):
-            for pair in _pairs((mine, gold), points, budget):
+            for pair in _pairs((given, gold), points, budget):
                 balls = None if pair is None else _balls(pair, budget, constant=is_constant)
                 if pair is None or balls is None:
                     missed += 1
@@ -93,19 +93,19 @@ def same_expression(
                 is_close &= ball.is_negligible(difference)
                 equal += pair[0] == pair[1] or is_close
         # A corner may have a side where the expressions were too large to compare.
-        if seen == equal >= enough and not (missed and has_corners(mine, gold)):
+        if seen == equal >= enough and not (missed and has_corners(given, gold)):
             return True
     raise Undecided("neither equal nor different")
 
 
 def proportional(
-    mine: Tree, gold: Tree, budget: Budget, whole: frozenset[str] = frozenset()
+    given: Tree, gold: Tree, budget: Budget, whole: frozenset[str] = frozenset()
 ) -> bool:
-    """Test for a real constant c that is not 0 with mine = c * gold."""
-    if symbols(mine) != symbols(gold) or not symbols(mine):
+    """Test for a real constant c that is not 0 with given = c * gold."""
+    if symbols(given) != symbols(gold) or not symbols(given):
         return False
-    points = sample_points(mine, gold, whole_letters(mine, gold, whole))
-    for pair in _pairs((mine, gold), points, budget):
+    points = sample_points(given, gold, whole_letters(given, gold, whole))
+    for pair in _pairs((given, gold), points, budget):
         with ball.with_bits(ball.PRECISIONS[0]):
             balls = pair and _balls(pair, budget, constant=False)
             if pair is None or balls is None or not all(map(ball.is_apart, balls)):
@@ -113,7 +113,7 @@ def proportional(
             if ball.is_apart(ball.Ball((balls[0] / balls[1]).imag)):
                 return False
         scaled = trees.multiply(trees.divide(*pair), gold)
-        return same_expression(mine, scaled, budget, whole=whole)
+        return same_expression(given, scaled, budget, whole=whole)
     raise Undecided("no constant factor is shown")
 
 
@@ -133,20 +133,20 @@ class Algebra:
         self._budget, self._closes = budget, closes
         self._whole, self.how = whole, "direct"
 
-    def same(self, kind: str, mine: Node, gold: Node) -> bool:
+    def same(self, kind: str, given: Node, gold: Node) -> bool:
         """Test the equality of a 'value', 'equation' or 'region'."""
         self.how = "algebra" if self.how == "direct" else self.how
         try:
-            return getattr(self, f"_same_{kind}")(mine, gold)
+            return getattr(self, f"_same_{kind}")(given, gold)
         except Undecided:
             self.how = "undecided"
         except Exception:  # not understood is not equal, whatever the reason
             pass
         return False
 
-    def _same_value(self, mine: Node, gold: Node) -> bool:
+    def _same_value(self, given: Node, gold: Node) -> bool:
         wanted = parse(gold.text)
-        own = parse(mine.text, symbols(wanted))
+        own = parse(given.text, symbols(wanted))
         try:
             return same_expression(own, wanted, self._budget, whole=self._whole)
         except (Refused, Undecided):
@@ -156,13 +156,13 @@ class Algebra:
         own, wanted = closed_form(own, self._budget), closed_form(wanted, self._budget)
         return same_expression(own, wanted, self._budget, whole=self._whole)
 
-    def _same_region(self, mine: Node, gold: Node) -> bool:
-        return RealSets(self._budget).same(mine, gold)
+    def _same_region(self, given: Node, gold: Node) -> bool:
+        return RealSets(self._budget).same(given, gold)
 
-    def _same_equation(self, mine: Node, gold: Node) -> bool:
+    def _same_equation(self, given: Node, gold: Node) -> bool:
         ours, theirs = (
             trees.add([parse(node.items[0].text), trees.negate(parse(node.items[1].text))])
-            for node in (mine, gold)
+            for node in (given, gold)
         )
         is_same = proportional(ours, theirs, self._budget, self._whole)
         return is_same and {*trees.conditions(ours)} == {*trees.conditions(theirs)}

@@ -90,17 +90,17 @@ def is_equivalent(prediction: str, answer: str, require: str = "any") -> bool:
     return isinstance(result, VerifierResult) and result.correct
 
 
-def same_answer(mine: str, other: str) -> bool:
+def same_answer(given: str, other: str) -> bool:
     """Test the mathematical equivalence of two answers that were already extracted.
 
     An answer that was undecided beside `MAX_UNDECIDED` others equals only its own text, so that a
     vote among many such answers takes linear time.
     """
-    if mine == other or max(_undecided[mine], _undecided[other]) >= MAX_UNDECIDED:
-        return mine == other
-    result = _ask(Settings("answer"), Question(mine, other))
+    if given == other or max(_undecided[given], _undecided[other]) >= MAX_UNDECIDED:
+        return given == other
+    result = _ask(Settings("answer"), Question(given, other))
     if not isinstance(result, VerifierResult) or result.decided == "undecided":
-        _undecided.update((mine, other))
+        _undecided.update((given, other))
     return isinstance(result, VerifierResult) and result.correct
 
 

@@ -109,10 +109,10 @@ def _kind(text: str) -> str:
     return next((kind for kind, pattern in _KINDS if pattern.match(text)), "")
 
 
-def _has_other_kind(mine: str, gold: str, problem: str) -> bool:
+def _has_other_kind(given: str, gold: str, problem: str) -> bool:
     """Return True for a numeral as the problem has it, or not as the problem wants it."""
-    mine = mine.rpartition("=")[2].strip()
-    value, own, wanted = read_number(mine), _kind(mine), _kind(gold)
+    given = given.rpartition("=")[2].strip()
+    value, own, wanted = read_number(given), _kind(given), _kind(gold)
     if value is None or own == wanted:
         return False
     if own == "repeating" and 10**400 % value.denominator == 0:  # 0.999...
@@ -127,37 +127,37 @@ def _has_other_kind(mine: str, gold: str, problem: str) -> bool:
     return (own, value) in _asked_numerals(problem)
 
 
-def _has_other_measure(mine: str, gold: str, problem: str) -> bool:
+def _has_other_measure(given: str, gold: str, problem: str) -> bool:
     """Return True for degrees or radians where the problem asks for the other."""
     asks_degrees, asks_radians = (re.search(unit, problem) for unit in (r"degrees?\b", "radian"))
-    if r"\pi" in mine and r"\pi" not in gold and asks_degrees:
+    if r"\pi" in given and r"\pi" not in gold and asks_degrees:
         return True
-    if r"\circ" in mine or "degree" in mine:
-        is_given = compact(split_unit(mine)[0]) in re.findall(r"[\d.]*\d", problem)
+    if r"\circ" in given or "degree" in given:
+        is_given = compact(split_unit(given)[0]) in re.findall(r"[\d.]*\d", problem)
         is_converted = is_given and re.search("degree|[Cc]onvert", problem)
         return bool(asks_radians and not asks_degrees or r"\pi" in gold and is_converted)
-    return bool(split_unit(mine)[1] == "radian" and asks_degrees and not asks_radians)
+    return bool(split_unit(given)[1] == "radian" and asks_degrees and not asks_radians)
 
 
 def _exceeds(*names: str) -> Callable[[Form, Form], bool]:
     """Return a test for more of some operations than gold has."""
-    return lambda mine, gold: any((mine.operations - gold.operations)[name] for name in names)
+    return lambda given, gold: any((given.operations - gold.operations)[name] for name in names)
 
 
-def _is_sum_of_product(mine: Form, gold: Form) -> bool:
-    return mine.tree.kind == "sum" and gold.tree.kind in ("product", "power")
+def _is_sum_of_product(given: Form, gold: Form) -> bool:
+    return given.tree.kind == "sum" and gold.tree.kind in ("product", "power")
 
 
-def _is_factored_less(mine: Form, gold: Form) -> bool:
-    has_less = gold.products - mine.products or _exceeds("content")(mine, gold)
-    return _is_sum_of_product(mine, gold) or bool(has_less)
+def _is_factored_less(given: Form, gold: Form) -> bool:
+    has_less = gold.products - given.products or _exceeds("content")(given, gold)
+    return _is_sum_of_product(given, gold) or bool(has_less)
 
 
 # What a problem can ask for, and tests for an answer that lacks it though gold has it.
 _FUNCTIONS = "root abs factorial exp sin cos tan cot sec csc".split()
 _LACKS = {
     r"\bexpand|multiply out|distribut|standard form": _exceeds("unexpanded"),
-    r"\bmultipl|product of|\bsquare\b": lambda mine, gold: _is_sum_of_product(gold, mine),
+    r"\bmultipl|product of|\bsquare\b": lambda given, gold: _is_sum_of_product(gold, given),
     r"\bfactor(?:i[sz]e)?\b(?! of)|(?:vertex|standard) form|complet": _is_factored_less,
     r"rationali[sz]e": _exceeds("root below"),
     r"simplify|\bcombine|(?:single|one) fraction": _exceeds("below"),
@@ -192,12 +192,12 @@ def is_unfinished(decision: Decision, problem: str) -> bool:
         return True
     asked = problem.lower()
     tests = [lacks for pattern, lacks in _ASKED_FORMS if pattern.search(asked)]
-    for mine, other in decision.compared:
-        ours, theirs = map(_forms, (mine, other))
+    for given, other in decision.compared:
+        ours, theirs = map(_forms, (given, other))
         if other.marks == ("=",):
             if assigned(other) and _ASKS_SOLVED.search(asked):
                 return True
-            ours, theirs = [_equation(mine)], [_equation(other)]
+            ours, theirs = [_equation(given)], [_equation(other)]
         if ours and theirs and any(lacks(ours[0], theirs[0]) for lacks in tests):
             return True
     return False

@@ -65,13 +65,13 @@ def rename(text: str, letter: str, new: str) -> str:
     return pattern.sub(lambda match: match[1] or new, text)
 
 
-def with_letter_of(mine: Conditioned, gold: Conditioned) -> str:
+def with_letter_of(given: Conditioned, gold: Conditioned) -> str:
     """Return an answer with gold's letter for its own, if that one is bound: k is as good as n."""
-    ours, theirs = letters_of(mine.text), letters_of(gold.text)
+    ours, theirs = letters_of(given.text), letters_of(gold.text)
     free = theirs - ours
-    if mine.relation or mine.letter not in ours - theirs or len(free) != 1:
-        return mine.text
-    return rename(mine.text, mine.letter, min(free))
+    if given.relation or given.letter not in ours - theirs or len(free) != 1:
+        return given.text
+    return rename(given.text, given.letter, min(free))
 
 
 def is_harmless(condition: Conditioned, problem: Problem) -> bool:

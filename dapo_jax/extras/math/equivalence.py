@@ -52,45 +52,45 @@ class _Comparison:
         self.texts = "", ""
         self.compared: list[tuple[Node, Node]] = []
 
-    def whole(self, mine: str, gold: Node) -> bool:
+    def whole(self, given: str, gold: Node) -> bool:
         """Test the equality of two whole answers."""
-        self.texts, self.compared = (mine, gold.text), []
-        return self.same(read(mine), gold)
+        self.texts, self.compared = (given, gold.text), []
+        return self.same(read(given), gold)
 
-    def _ask(self, kind: str, mine: Node, gold: Node) -> bool:
-        return self._noted(self._algebra.same(kind, mine, gold), mine, gold)
+    def _ask(self, kind: str, given: Node, gold: Node) -> bool:
+        return self._noted(self._algebra.same(kind, given, gold), given, gold)
 
-    def _noted(self, same: bool, mine: Node, gold: Node) -> bool:
+    def _noted(self, same: bool, given: Node, gold: Node) -> bool:
         if same:
-            self.compared.append((mine, gold))
+            self.compared.append((given, gold))
         return same
 
-    def same(self, mine: Node, gold: Node) -> bool:
-        if names.compact(mine.text) == names.compact(gold.text):
+    def same(self, given: Node, gold: Node) -> bool:
+        if names.compact(given.text) == names.compact(gold.text):
             return True
-        mine, gold = _spread(mine), _spread(gold)
-        if _is_region(mine) or _is_region(gold):
-            return self._ask("region", mine, gold)
-        if "relation" in (mine.kind, gold.kind):
-            return self._same_relation(mine, gold)
-        if {mine.kind, gold.kind} == {"list", "tuple"} and ("(", ")") in (mine.marks, gold.marks):
-            named = mine if mine.kind == "list" else gold
+        given, gold = _spread(given), _spread(gold)
+        if _is_region(given) or _is_region(gold):
+            return self._ask("region", given, gold)
+        if "relation" in (given.kind, gold.kind):
+            return self._same_relation(given, gold)
+        if {given.kind, gold.kind} == {"list", "tuple"} and ("(", ")") in (given.marks, gold.marks):
+            named = given if given.kind == "list" else gold
             if named.marks == ("or",) or len(_names(named)) != len(named.items):
                 return False
-            lists = (self._sorted(node) if node is named else node.items for node in (mine, gold))
+            lists = (self._sorted(node) if node is named else node.items for node in (given, gold))
             return self._in_order(*lists)  # x = 1, y = 2 and (1, 2)
-        if gold.kind == "tuple" and (point := _POINT.fullmatch(mine.text)):  # B(2, 3)
+        if gold.kind == "tuple" and (point := _POINT.fullmatch(given.text)):  # B(2, 3)
             return self.same(read(point[1]), gold)
-        if {"matrix", "determinant", "norm", "tuple"} & {mine.kind, gold.kind}:
-            alike = mine.kind == gold.kind and mine.marks == gold.marks
-            return alike and self._in_order(mine.items, gold.items)
-        if mine.kind == gold.kind == "value":
-            return self._same_value(mine.text, gold.text)
-        named, wanted = _names(mine), _names(gold)
+        if {"matrix", "determinant", "norm", "tuple"} & {given.kind, gold.kind}:
+            alike = given.kind == gold.kind and given.marks == gold.marks
+            return alike and self._in_order(given.items, gold.items)
+        if given.kind == gold.kind == "value":
+            return self._same_value(given.text, gold.text)
+        named, wanted = _names(given), _names(gold)
         if len(named) != len(wanted) and max(len(named), len(wanted)) > 1:
             # m = 2, n = 3 is not 3, 2; nor is x = 2, 3 any of them
-            return not (named and wanted) and self._in_order(mine.items, gold.items)
-        return self._same_members(mine, gold)
+            return not (named and wanted) and self._in_order(given.items, gold.items)
+        return self._same_members(given, gold)
 
     def _sorted(self, node: Node) -> tuple[Node, ...]:
         """Return assignments in the order of the problem's tuple of their variables, or of abc."""
@@ -102,12 +102,12 @@ class _Comparison:
                 return tuple(pairs[name] for name in order)
         return node.items if node.marks == ("=",) else tuple(pairs[name] for name in sorted(pairs))
 
-    def _in_order(self, mine: tuple[Node, ...], gold: tuple[Node, ...]) -> bool:
-        return len(mine) == len(gold) and all(map(self.same, mine, gold))
+    def _in_order(self, given: tuple[Node, ...], gold: tuple[Node, ...]) -> bool:
+        return len(given) == len(gold) and all(map(self.same, given, gold))
 
-    def _same_members(self, mine: Node, gold: Node) -> bool:
+    def _same_members(self, given: Node, gold: Node) -> bool:
         """Test the equality of members, as often as they are written unless gold is a set."""
-        ours, theirs = _items(mine), _items(gold)
+        ours, theirs = _items(given), _items(gold)
         if max(len(ours), len(theirs)) > MAX_ITEMS:
             return False
         if gold.kind == "set":
@@ -122,15 +122,15 @@ class _Comparison:
             theirs.remove(match)
         return not theirs
 
-    def _same_member(self, mine: Node, gold: Node) -> bool:
-        return (mine.kind == "set") == (gold.kind == "set") and self.same(mine, gold)
+    def _same_member(self, given: Node, gold: Node) -> bool:
+        return (given.kind == "set") == (gold.kind == "set") and self.same(given, gold)
 
-    def _same_relation(self, mine: Node, gold: Node) -> bool:
-        if (exact := exact_part(mine)) is None:
+    def _same_relation(self, given: Node, gold: Node) -> bool:
+        if (exact := exact_part(given)) is None:
             return False
-        mine, gold = exact, exact_part(gold) or gold
-        if mine.kind == gold.kind == "relation":
-            named, wanted = names.assigned(mine), names.assigned(gold)
+        given, gold = exact, exact_part(gold) or gold
+        if given.kind == gold.kind == "relation":
+            named, wanted = names.assigned(given), names.assigned(gold)
             if named and wanted:
                 named = _with_variable_of(named, wanted)
                 ours, theirs = names.compact(named[0]), names.compact(wanted[0])
@@ -138,61 +138,61 @@ class _Comparison:
                     return self.same(named[1], wanted[1])
             if wanted and _FUNCTION_OF.fullmatch(names.compact(wanted[0])):
                 return False  # not solved for the function
-            if len(mine.items) == len(gold.items) == 2:
-                return self._ask("equation", mine, gold)
+            if len(given.items) == len(gold.items) == 2:
+                return self._ask("equation", given, gold)
             return False
-        if mine.kind != "relation" and gold.kind != "relation":
-            return self.same(mine, gold)
-        relation, other = (mine, gold) if mine.kind == "relation" else (gold, mine)
+        if given.kind != "relation" and gold.kind != "relation":
+            return self.same(given, gold)
+        relation, other = (given, gold) if given.kind == "relation" else (gold, given)
         if (named := names.assigned(relation)) is None:
             first, *_, last = relation.items
             if not (first.kind == last.kind == "value" and self._same_value(first.text, last.text)):
                 return False
             self.compared.pop()  # steps to the last member are no answer
             named = "", last
-        return self.same(named[1], other) if mine is relation else self.same(other, named[1])
+        return self.same(named[1], other) if given is relation else self.same(other, named[1])
 
-    def _same_value(self, mine: str, gold: str) -> bool:
-        if numerals.read_digits(mine) or numerals.read_digits(gold):
-            return self._same_digits(mine, gold)
-        nodes = Node("value", mine), Node("value", gold)
-        if (same := self._same_literal(mine, gold)) is not None:
+    def _same_value(self, given: str, gold: str) -> bool:
+        if numerals.read_digits(given) or numerals.read_digits(gold):
+            return self._same_digits(given, gold)
+        nodes = Node("value", given), Node("value", gold)
+        if (same := self._same_literal(given, gold)) is not None:
             return self._noted(same, *nodes)
-        if split_unit(mine, self._problem)[1] or split_unit(gold, trusted=True)[1]:
-            return self._same_measure(mine, gold)
-        if names.has_words(mine) or names.has_words(gold):
-            return names.same_words(names.words_of(mine), names.words_of(gold))
-        read_as = Node("value", _as_read(mine, gold)), Node("value", _as_read(gold, ""))
+        if split_unit(given, self._problem)[1] or split_unit(gold, trusted=True)[1]:
+            return self._same_measure(given, gold)
+        if names.has_words(given) or names.has_words(gold):
+            return names.same_words(names.words_of(given), names.words_of(gold))
+        read_as = Node("value", _as_read(given, gold)), Node("value", _as_read(gold, ""))
         return self._noted(self._algebra.same("value", *read_as), *nodes)
 
-    def _same_literal(self, mine: str, gold: str) -> bool | None:
+    def _same_literal(self, given: str, gold: str) -> bool | None:
         """Compare numbers, ratios, codes and dates; None if that does not decide."""
-        ours, theirs = numerals.read_literal(mine), numerals.read_literal(gold)
+        ours, theirs = numerals.read_literal(given), numerals.read_literal(gold)
         kinds = {ours and ours.kind, theirs and theirs.kind}
         if ours and theirs and "ratio" in kinds and kinds <= {"ratio", "number"}:
-            is_fraction = "/" in mine + gold or r"\frac" in mine + gold
+            is_fraction = "/" in given + gold or r"\frac" in given + gold
             is_free = (is_fraction or kinds == {"ratio"}) and not _CLOCK.fullmatch(gold)
             return ours == theirs or is_free and numerals.same_ratio(ours, theirs)
         return ours == theirs if len(kinds) == 1 and ours or "written" in kinds else None
 
-    def _same_digits(self, mine: str, gold: str) -> bool:
+    def _same_digits(self, given: str, gold: str) -> bool:
         """Compare numerals of which one names a base, as 52_8; the problem may name it too."""
-        ours, theirs = numerals.read_digits(mine), numerals.read_digits(gold)
+        ours, theirs = numerals.read_digits(given), numerals.read_digits(gold)
         base = (theirs or ours or ("", 0))[1]
         is_asked = _BASE.search(self._problem.text) or theirs and not self._problem.text
         if base == 10 or is_asked:
-            ours = ours or numerals.read_digits(f"{mine}_{base}")
+            ours = ours or numerals.read_digits(f"{given}_{base}")
             theirs = theirs or numerals.read_digits(f"{gold}_{base}")
         return ours == theirs
 
-    def _same_measure(self, mine: str, gold: str) -> bool:
+    def _same_measure(self, given: str, gold: str) -> bool:
         """Compare values if at least one has a unit."""
-        mine_value, mine_unit = split_unit(mine, self._problem)
+        mine_value, mine_unit = split_unit(given, self._problem)
         gold_value, gold_unit = split_unit(gold, trusted=True)
         if not mine_unit:  # the gold answer says what may stand here
-            mine_value, mine_unit = split_unit(mine, trusted=True)
+            mine_value, mine_unit = split_unit(given, trusted=True)
         if not mine_unit and _PRODUCT.fullmatch(gold):  # 2 m may be twice m
-            return self._ask("value", Node("value", mine), Node("value", gold))
+            return self._ask("value", Node("value", given), Node("value", gold))
         if split_unit(mine_value, self._problem)[1] or split_unit(gold_value)[1]:  # two of them
             return False
         units = {mine_unit, gold_unit}
@@ -202,8 +202,8 @@ class _Comparison:
             return ours is not None and ours * factor == theirs
         if mine_unit and gold_unit not in ("", mine_unit, mine_unit[:6]):  # -7 C is -7 degrees
             return False
-        if units == {"degree", ""} and r"\pi" in mine + gold:
-            return self._ask("value", Node("value", mine), Node("value", gold))
+        if units == {"degree", ""} and r"\pi" in given + gold:
+            return self._ask("value", Node("value", given), Node("value", gold))
         return self.same(read(mine_value), read(gold_value))
 
 
@@ -248,12 +248,12 @@ def _as_read(text: str, other: str) -> str:
     return rf"\frac{{{number.numerator}}}{{{number.denominator}}}"
 
 
-def _with_variable_of(mine: tuple[str, Node], gold: tuple[str, Node]) -> tuple[str, Node]:
+def _with_variable_of(given: tuple[str, Node], gold: tuple[str, Node]) -> tuple[str, Node]:
     """Read f(t) = 2t as f(x) = 2x if gold has f(x): the letter is free to choose."""
-    own, wanted = (_FUNCTION_OF.fullmatch(names.compact(name)) for name, _ in (mine, gold))
-    text = mine[1].text
+    own, wanted = (_FUNCTION_OF.fullmatch(names.compact(name)) for name, _ in (given, gold))
+    text = given[1].text
     if not (own and wanted and own[1] == wanted[1]) or wanted[2] in conditions.letters_of(text):
-        return mine
+        return given
     return gold[0], read(conditions.rename(text, own[2], wanted[2]))
 
 
@@ -327,39 +327,39 @@ def decide(
 
     Remembered for the same work left, so that no decision depends on earlier ones.
     """
-    mine, gold = prediction.strip(" $"), answer.strip(" $")
-    if mine == gold:
+    given, gold = prediction.strip(" $"), answer.strip(" $")
+    if given == gold:
         return Decision(True, work=work)
     if len(prediction) > LONGEST_COMPARED:
-        whole = numerals.read_integer(mine)
+        whole = numerals.read_integer(given)
         return Decision(whole is not None and whole == numerals.read_integer(gold), work=work)
-    if _DECIMAL.fullmatch(mine) and _DECIMAL.fullmatch(gold):  # most answers; nothing to normalise
-        return Decision(numerals.read_number(mine) == numerals.read_number(gold), work=work)
-    mine, node = normalise(prediction), read(normalise(answer))
+    if _DECIMAL.fullmatch(given) and _DECIMAL.fullmatch(gold):  # most answers; nothing to normalise
+        return Decision(numerals.read_number(given) == numerals.read_number(gold), work=work)
+    given, node = normalise(prediction), read(normalise(answer))
     by_habit = frozenset() if problem.text or _PERIODIC.search(node.text) else frozenset("nmkN")
     budget = Budget(work)
     algebra = Algebra(budget, closes=closes, whole=problem.whole | by_habit)
     comparison = _Comparison(algebra, problem)
-    same = _is_same(comparison, mine, node, problem)
+    same = _is_same(comparison, given, node, problem)
     how = "algebra" if same and algebra.how == "undecided" else algebra.how
     compared = tuple(comparison.compared) if same else ()
     return Decision(same, how, max(0, int(budget.left)), comparison.texts, compared)
 
 
-def _is_same(comparison: _Comparison, mine: str, gold: Node, problem: Problem) -> bool:
+def _is_same(comparison: _Comparison, given: str, gold: Node, problem: Problem) -> bool:
     """Test the equivalence of normalised answers."""
-    if FORBIDDEN in mine or not mine or not gold.text or len(mine) > LONGEST_COMPARED:
+    if FORBIDDEN in given or not given or not gold.text or len(given) > LONGEST_COMPARED:
         return False
     choice = _CHOICE.fullmatch(gold.text)
     if choice and choice[1] in (problem.choices if problem.text else LETTERS):
-        own = _CHOICE.fullmatch(mine)
-        if own or "=" in mine and problem.text:  # x = c is no choice of C
+        own = _CHOICE.fullmatch(given)
+        if own or "=" in given and problem.text:  # x = c is no choice of C
             return own is not None and own[1].upper() == choice[1]
-    if comparison.whole(mine, gold) or _same_choice(comparison, mine, gold):
+    if comparison.whole(given, gold) or _same_choice(comparison, given, gold):
         return True
-    own = conditions.split_condition(conditions.without_label(mine, problem))
+    own = conditions.split_condition(conditions.without_label(given, problem))
     wanted = conditions.split_condition(gold.text)
-    if (own.text, wanted.text) == (mine, gold.text) or len({own.members, wanted.members, ""}) > 2:
+    if (own.text, wanted.text) == (given, gold.text) or len({own.members, wanted.members, ""}) > 2:
         return False
     if own.relation != wanted.relation:
         if not all(conditions.is_harmless(each, problem) for each in (own, wanted)):
@@ -367,16 +367,16 @@ def _is_same(comparison: _Comparison, mine: str, gold: Node, problem: Problem) -
     return comparison.whole(conditions.with_letter_of(own, wanted), read(wanted.text))
 
 
-def _same_choice(comparison: _Comparison, mine: str, gold: Node) -> bool:
+def _same_choice(comparison: _Comparison, given: str, gold: Node) -> bool:
     """Compare by letter or value if an answer is a choice with its value, `C) 12`."""
-    (ours, value), (theirs, wanted) = choice_and_value(mine), choice_and_value(gold.text)
+    (ours, value), (theirs, wanted) = choice_and_value(given), choice_and_value(gold.text)
     if not (value and wanted):
-        letter, other = (ours, gold.text) if value else (theirs, mine)
+        letter, other = (ours, gold.text) if value else (theirs, given)
         if choice := _CHOICE.fullmatch(other) if letter else None:
             return (choice[1] if value else choice[1].upper()) == letter
     elif ours != theirs:
         return False
-    return bool(value or wanted) and comparison.whole(value or mine, read(wanted or gold.text))
+    return bool(value or wanted) and comparison.whole(value or given, read(wanted or gold.text))
 
 
 def choice_and_value(text: str) -> tuple[str, str]:

@@ -60,11 +60,11 @@ def words_of(text: str) -> str:
     return _ARTICLE.sub("", text)
 
 
-def same_words(mine: str, gold: str) -> bool:
+def same_words(given: str, gold: str) -> bool:
     """Compare words; capitals don't count, except inside short tokens (a product of letters)."""
-    if mine.lower() != gold.lower():
+    if given.lower() != gold.lower():
         return False
-    pairs = zip(mine.split(), gold.split(), strict=True)
+    pairs = zip(given.split(), gold.split(), strict=True)
     is_written = _WRITTEN.fullmatch
     return all(a == b or len(a) > 3 or is_written(a) and is_written(b) for a, b in pairs)
 

@@ -127,9 +127,9 @@ def read_literal(text: str) -> Literal | None:
     return Literal("code", re.sub("[{}]", "", text)) if _CODE.fullmatch(text) else None
 
 
-def same_ratio(mine: Literal, gold: Literal) -> bool:
+def same_ratio(given: Literal, gold: Literal) -> bool:
     """Test the equality of ratios, as 2:4:6 and 1:2:3; a number is a ratio to 1."""
-    a, b = (each.value if each.kind == "ratio" else (each.value, 1) for each in (mine, gold))
+    a, b = (each.value if each.kind == "ratio" else (each.value, 1) for each in (given, gold))
     if len(a) != len(b) or not a[-1] * b[-1]:
         return False
     return all(x * b[-1] == y * a[-1] for x, y in zip(a, b, strict=True))

@@ -60,9 +60,9 @@ class RealSets:
         self._ends: list[Tree] = []
         self._places: dict[Tree, float] = {MINUS_INFINITY: -1, trees.INFINITY: math.inf}
 
-    def same(self, mine: Node, gold: Node) -> bool:
+    def same(self, node: Node, gold: Node) -> bool:
         """Test the equality of the sets that two nodes describe. Raises `Refused`."""
-        both = [self._read(mine), self._read(gold)]
+        both = [self._read(node), self._read(gold)]
         ends = {end for region in both for end in region.ends}
         for end in sorted(ends, key=functools.cmp_to_key(self._compare)):
             if not self._ends or self._compare(self._ends[-1], end):
@@ -71,7 +71,7 @@ class RealSets:
         places = range(2 * len(self._ends) + 1)
         members = [[place for place in places if region.holds(place)] for region in both]
         # A comma between regions that have nothing in common says neither 'and' nor 'or'.
-        return members[0] == members[1] and bool(members[0] or "list" not in (mine.kind, gold.kind))
+        return members[0] == members[1] and bool(members[0] or "list" not in (node.kind, gold.kind))
 
     def _compare(self, a: Tree, b: Tree) -> int:
         return 0 if a == b else sign(trees.add([a, trees.negate(b)]), self._budget)

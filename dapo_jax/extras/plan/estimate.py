@@ -180,8 +180,8 @@ def calibrated_step(layout: Layout, weight_bytes: int, settings: PlanSettings) -
     rows = [published(phase, *like, size / 1e9) for phase, size in sizes.items()]
     given, steps = (settings.flops, settings.hbm), []
     for choose in (lambda values: values[0], max, min):
-        found = [choose([row["efficiency"] for row in near]) for near in rows]
-        flops, hbm = (mine or its for mine, its in zip(given, found, strict=True))
+        published_rates = [choose([row["efficiency"] for row in near]) for near in rows]
+        flops, hbm = (rate or near for rate, near in zip(given, published_rates, strict=True))
         own = dataclasses.replace(settings, flops=flops, hbm=hbm)
         steps.append(estimate_step(layout, weight_bytes, own) | {"flops_peak": flops, "hbm": hbm})
     both = {"seconds_range": [step["seconds_step"] for step in steps[1:]]}

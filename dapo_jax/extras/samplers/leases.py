@@ -25,7 +25,7 @@ class WrongAnswer(ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class Session:
-    """What the groups between `begin` and `close` share."""
+    """State that the groups between `begin` and `close` share."""
 
     key: RolloutKey
     rule: SamplingRule

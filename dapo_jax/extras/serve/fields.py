@@ -60,7 +60,7 @@ class Fields(BaseModel):
 
 
 def must(accepts: Callable[[Any], Any], allowed: str) -> AfterValidator:
-    """Return the annotation of a field whose values `accepts`; its errors say what is allowed."""
+    """Return the annotation of a field that takes what `accepts`; errors say what is allowed."""
 
     def check(value: Any) -> Any:
         if not accepts(value):

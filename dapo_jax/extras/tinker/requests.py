@@ -36,7 +36,7 @@ Unserved = Annotated[Any, must(lambda value: not value, "left out: it is not sup
 
 
 class OpenFields(Fields):
-    """A JSON object whose other fields have no effect here."""
+    """A JSON object; fields without effect here are ignored."""
 
     model_config = ConfigDict(extra="ignore")
 
