@@ -19,6 +19,7 @@ from tokenizers import Tokenizer as Backend
 from dapo_jax.config.experiment import Data, Examples
 from dapo_jax.data.prompts.tokenizer import Tokenizer
 from dapo_jax.data.sources import Generated
+from dapo_jax.types.errors import require
 from dapo_jax.types.structs import Problem
 
 LARGEST_DIGITS = (3, 6, 9)
@@ -115,12 +116,11 @@ def make_worked_sum(seed: int, index: int, examples: Examples) -> tuple[str, lis
 
 
 def open_problems(field: str, name: str, data: Data, seed: int, split: str) -> Generated:
-    """Return the problems of a split of 'arithmetic' or 'multi_digit_sums'."""
-    make = functools.partial(make_sum, split, seed)
-    if name == "arithmetic":
-        terms = {"min_terms": data.min_terms, "max_terms": data.max_terms}
-        make = functools.partial(make_problem, split, seed, **terms)
-    return Generated(data.count(split), make)
+    """Return the problems of a split. Raises `ConfigError` for a name with arguments."""
+    drawn = functools.partial(make_problem, min_terms=data.min_terms, max_terms=data.max_terms)
+    makers = {"arithmetic": drawn, "multi_digit_sums": make_sum}
+    require(name in makers, field, name, f"{' or '.join(makers)}, without arguments")
+    return Generated(data.count(split), functools.partial(makers[name], split, seed))
 
 
 PAD, END = "<|pad|>", "<|end|>"

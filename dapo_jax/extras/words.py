@@ -15,7 +15,6 @@ The key (seed, split, index) alone decides a problem. Held-out problems are othe
 story and numbers.
 """
 
-import functools
 import itertools
 import zlib
 from collections.abc import Iterator
@@ -25,6 +24,7 @@ import numpy as np
 
 from dapo_jax.config.experiment import Data
 from dapo_jax.data.sources import Generated
+from dapo_jax.types.errors import require
 from dapo_jax.types.structs import Problem
 
 HELDOUT_SHARE = 8  # 1 of 8 combinations of story and numbers is held out
@@ -159,12 +159,12 @@ def make_examples(source: str, count: int, seed: int) -> Iterator[tuple[str, dic
         if source == "calculator_problems" and rng.random() < CALLS_SHARE:
             turns = [turn for text, result in problem.steps for turn in (f"{text}=", str(result))]
             roles = itertools.cycle(("assistant", "user"))
-            response = [
-                {"role": r, "content": t} for r, t in zip(roles, [*turns, end], strict=False)
-            ]
+            pairs = zip(roles, [*turns, end], strict=False)
+            response = [{"role": role, "content": text} for role, text in pairs]
         yield f"example {index}", {"prompt": problem.text, "response": response}
 
 
 def open_problems(field: str, name: str, data: Data, seed: int, split: str) -> Generated:
-    """Return the problems of a split."""
-    return Generated(data.count(split), functools.partial(make_problem, name, split, seed))
+    """Return the problems of a split. Raises `ConfigError` for a name with arguments."""
+    require(name in NUMBERS, field, name, f"{' or '.join(NUMBERS)}, without arguments")
+    return Generated(data.count(split), lambda i: make_problem(name, split, seed, i))

@@ -92,11 +92,11 @@ def make_scores() -> Callable[[dict], dict]:
     def answer(job: dict) -> dict:
         request = ScoreRequest(**job)
         source, reply = find_source(request.source), PartsReply({})
+        if request.metadata is None:
+            source.prepare(request.source)  # an error ends the process: no answer is at fault
+            return reply._asdict()
         try:
-            if request.metadata is None:
-                source.prepare(request.source)
-            else:
-                reply = PartsReply({GYM: source.score(*request)})
+            reply = PartsReply({GYM: source.score(*request)})
         except (MemoryError, ConfigError) as error:
             outcome = Outcome.MEMORY if isinstance(error, MemoryError) else Outcome.USER_ERROR
             reply = PartsReply({}, Failure(outcome, repr(error)[:200]))

@@ -5,6 +5,7 @@ import importlib.metadata
 import itertools
 import json
 import pathlib
+import re
 import sys
 import types
 
@@ -239,6 +240,12 @@ def test_without_the_package_a_gym_task_says_how_to_get_it(monkeypatch, settings
     monkeypatch.setitem(sys.modules, "reasoning_gym", None)
     with pytest.raises(ConfigError, match=r"pip install 'reasoning-gym=="):
         PromptStream(settings("gym:leg_counting"), 0, TOKENIZER)
+
+
+@pytest.mark.parametrize("name", ["arithmetic:dapo", "multi_digit_sums?terms=2", "word_problems:3"])
+def test_generated_problems_take_no_arguments(settings, name):
+    with pytest.raises(ConfigError, match=re.escape(f"data.source = {name!r}: must be")):
+        PromptStream(settings(name), 0, TOKENIZER)
 
 
 # --- a range of pass rates ----------------------------------------------------------------------

@@ -10,7 +10,7 @@ from scored import ask
 
 from dapo_jax.config.experiment import Reward
 from dapo_jax.extras import gym
-from dapo_jax.rewards import verifying
+from dapo_jax.rewards import verifying, worker
 from dapo_jax.rewards.pool import RewardPool
 from dapo_jax.rewards.verifying import SCORER_ERROR, scores
 from dapo_jax.runtime.workers.parent import WorkerProcess
@@ -191,3 +191,16 @@ def test_the_scorers_process_is_limited():
 def test_the_source_of_a_problem_says_who_scores_it():
     """Tasks of verifiers have metadata too, and no scorer of their own here."""
     assert scores("gym:countdown") and not scores("verifiers:reverse_text") and not scores("gsm8k")
+
+
+def test_no_answer_is_wrong_because_its_scorer_cannot_be_loaded(monkeypatch):
+    class Source:
+        def prepare(name):
+            raise ImportError(name)
+
+    monkeypatch.setattr(worker, "limit_process", lambda: None)
+    monkeypatch.setattr(worker, "discard_output", lambda: None)
+    monkeypatch.setattr(worker, "NUMPY_THREADS", ())
+    monkeypatch.setattr(verifying, "find_source", lambda name: Source)
+    with pytest.raises(ImportError):
+        worker.make_scores()({"source": "own", "metadata": None, "answer": None})
