@@ -153,9 +153,9 @@ def make_call(requests, replies):
         reply = json.loads(line)
         if "raised" in reply:
             kind = getattr(builtins, str(reply["raised"]), None)
-            is_error = isinstance(kind, type) and issubclass(kind, Exception)
-            if is_error and kind.__name__ not in NEVER_RAISED:
-                raise kind(reply["text"])
+            if isinstance(kind, type) and issubclass(kind, Exception):
+                if kind.__name__ not in NEVER_RAISED:
+                    raise kind(reply["text"])
             raise RuntimeError(reply["raised"], reply["text"])
         return decode(reply["value"], lambda number: Remote(call, number))
 
