@@ -7,11 +7,11 @@ import time
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 from disks import Disk
 from etils import epath
-from saved_states import SIZE, make_state, restored, save
 
 from dapo_jax.config.experiment import Checkpoint
 from dapo_jax.run import store
@@ -20,6 +20,32 @@ from dapo_jax.run.identity import Record
 from dapo_jax.run.store import Checkpoints, saved_steps
 from dapo_jax.runtime.storage.retries import NotSaved, Storage
 from dapo_jax.types.errors import ConfigError
+
+SIZE = 1000
+
+
+def make_state(step, size=SIZE):
+    """Return arrays that depend on the step and don't compress."""
+    key = jax.random.key(step)
+    return {"params": {"a": jax.random.normal(key, (size,)), "b": jnp.full((3,), float(step))}}
+
+
+def save(run_dir, steps, size=SIZE, keep=9):
+    with Checkpoints(run_dir, Checkpoint(keep=keep)) as checkpoints:
+        for step in steps:
+            checkpoints.save(Record(step, {}), {"state": make_state(step, size)})
+            checkpoints.wait()
+
+
+def restored(run_dir, settings=None):
+    """Return the step that is resumed, after comparing its arrays, and the warnings."""
+    warnings = []
+    with Checkpoints(run_dir, settings, Storage(warnings.append)) as checkpoints:
+        empty = jax.tree.map(jnp.zeros_like, make_state(0))
+        step, state = checkpoints.newest(lambda record: (record.step, checkpoints.state(empty)))
+        assert checkpoints.latest_step() == step
+    jax.tree.map(np.testing.assert_array_equal, state, make_state(step))
+    return step, warnings
 
 
 @pytest.fixture(scope="module")
