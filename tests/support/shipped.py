@@ -24,7 +24,7 @@ def recipe_digest() -> str:
     defaults = {name: value for name, _, value in leaves(SftConfig())} | {"out": config.out}
     settings = {n: value for n, _, value in leaves(config) if value != defaults[n]}
     examples = [make_worked_example(config.seed, i, config.examples) for i in range(256)]
-    return hashlib.sha256(json.dumps([settings, examples]).encode()).hexdigest()
+    return hashlib.sha256(json.dumps([settings, examples], sort_keys=True).encode()).hexdigest()
 
 
 def weights_digest(folder: pathlib.Path) -> str:
