@@ -117,7 +117,7 @@ class Stored:
     name: str  # in the file
     shape: tuple[int, ...]
     dtype: str
-    scales: str = ""  # name of the scales of a tensor in MXFP4, whose `name` is that of its blocks
+    scales: "Stored | None" = None  # of a tensor in MXFP4, whose `name` is that of its blocks
     expert: int = -1  # index in the first axis of a fused tensor; -1: it is not fused
     row: int = 0  # first row there
 
@@ -135,10 +135,11 @@ class Stored:
         expert = slice(part.expert, part.expert + 1)
         alternate = slice(part.first, None, part.step)
         columns = slice(part.step * last.start, part.step * last.stop)  # of all alternating ones
-        if not self.scales:
+        if self.scales is None:
             return self.read(expert, *rows, columns)[0][..., alternate]
         blocks, scales = (
-            self._slice(name)[expert, columns][:, alternate] for name in (self.name, self.scales)
+            stored._slice(stored.name)[expert, columns][:, alternate]
+            for stored in (self, self.scales)
         )
         return dequantise(blocks, scales)[0][tuple(rows)]
 
@@ -228,9 +229,7 @@ class Tensors:
             self.problems.append(f"{name}: plain and in MXFP4")
         experts, columns, groups, _ = blocks.shape
         shape = experts, 2 * PAIRS * groups, columns
-        self.stored[name] = dataclasses.replace(
-            blocks, shape=shape, dtype=HOLDS, scales=scales.name
-        )
+        self.stored[name] = dataclasses.replace(blocks, shape=shape, dtype=HOLDS, scales=scales)
 
     def equal(self, first: str, second: str) -> bool:
         """Return True if two matrices hold the same numbers; reads them in blocks of rows."""
