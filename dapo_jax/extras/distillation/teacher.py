@@ -84,8 +84,7 @@ def load_teacher(config: Config, policy: DecoderConfig, mesh: jax.sharding.Mesh)
 
     Rows of its vocabulary beyond the policy's are padding and are dropped. Raises `ConfigError`.
     """
-    folder = config.extras.teacher.folder
-    whole = read_shape(config, policy, mesh)
+    folder, whole = config.extras.teacher.folder, read_shape(config, policy, mesh)
     flat = sharding.flatten(
         load_huggingface.load_params(folder, whole, mesh, field=FIELD, cast=True)
     )
@@ -94,5 +93,6 @@ def load_teacher(config: Config, policy: DecoderConfig, mesh: jax.sharding.Mesh)
     for path in list(flat):  # one at a time, to free each array that is replaced
         convert = functools.partial(_convert, config, path, targets[path].shape)
         places = {n: targets[n].sharding for n in (path, path + SCALE) if n in targets}
-        flat |= jax.jit(convert, out_shardings=places)(flat.pop(path))
+        if len(places) > 1 or flat[path].shape != targets[path].shape:
+            flat |= jax.jit(convert, out_shardings=places)(flat.pop(path))
     return Model(abstract.decoder, unflatten_dict(flat, sep="/"))
