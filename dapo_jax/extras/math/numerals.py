@@ -128,8 +128,7 @@ def read_literal(text: str) -> Literal | None:
 
 
 def same_ratio(given: Literal, gold: Literal) -> bool:
-    """Test the equality of ratios, as 2:4:6 and 1:2:3; a number is a ratio to 1."""
+    """Test the equality of ratios without zeros, as 2:4:6 and 1:2:3; a number is a ratio to 1."""
     a, b = (each.value if each.kind == "ratio" else (each.value, 1) for each in (given, gold))
-    if len(a) != len(b) or not a[-1] * b[-1]:
-        return False
-    return all(x * b[-1] == y * a[-1] for x, y in zip(a, b, strict=True))
+    fits = len(a) == len(b) and (all(a + b) if given.kind == gold.kind else a[-1] * b[-1] != 0)
+    return fits and all(x * b[-1] == y * a[-1] for x, y in zip(a, b, strict=True))

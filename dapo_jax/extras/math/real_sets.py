@@ -97,7 +97,7 @@ class RealSets:
         is_infinite = low == MINUS_INFINITY, high == trees.INFINITY
         if any(map(operator.and_, is_infinite, closed)):
             raise Refused("infinity is no member")
-        ends = [self._number(end) for end in pair if end not in (MINUS_INFINITY, trees.INFINITY)]
+        ends = [self._number(e) for e, far in zip(pair, is_infinite, strict=True) if not far]
         if len(ends) == 2 and self._compare(*ends) >= 0:
             raise Refused("an interval without length")
 
