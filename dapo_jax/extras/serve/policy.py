@@ -68,9 +68,9 @@ class ServedModel:
         if not 0 < len(tokens) <= limit:
             message = f"{field} has {len(tokens)} tokens: must have from 1 to {limit}"
             raise RequestError(message, field, code=TOO_LONG if len(tokens) else None)
-        for index, token in enumerate(tokens):
-            fits = 0 <= token < self.decoder.vocab
-            need(fits, f"{field}[{index}]", token, f"from 0 to {self.decoder.vocab - 1}")
+        vocab = self.decoder.vocab
+        for index in (i for i, token in enumerate(tokens) if not 0 <= token < vocab):
+            need(False, f"{field}[{index}]", tokens[index], f"from 0 to {vocab - 1}")
 
     def prompt_ids(self, field: str, prompt: str | list[int]) -> list[int]:
         """Return the token ids of a prompt. Raise `RequestError` if it is too long or wrong."""
