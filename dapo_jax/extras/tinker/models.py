@@ -146,9 +146,8 @@ def load_model(
     tree = jax.tree_util.tree_map_with_path(load, abstract)
     if not optimizer:
         return Model(shape, learner.start(tree["state"].params))
-    return Model(
-        shape, tree["state"], tree["gradient"] if jax.tree.leaves(tree["gradient"]) else None
-    )
+    gradient = tree["gradient"] if jax.tree.leaves(tree["gradient"]) else None
+    return Model(shape, tree["state"], gradient)
 
 
 def save_policy(folder: pathlib.Path, policies: Policies, model: Model) -> None:
@@ -194,16 +193,16 @@ class Operations:
 
     def run(self, request: Request) -> None:
         """Run a request, and store its result."""
+        most = self._policies.config.tinker_models
+        if request.owner not in self._models and len(self._models) >= most:
+            self._save(oldest := next(iter(self._models)))
+            self.discard(oldest)
         model, result = self._apply(request, self._models.get(request.owner))
         self._store.finish(request, *result)
         self._models[request.owner] = model
         self._models.move_to_end(request.owner)
         if model.unsaved >= SAVE_EVERY:
             self._save(request.owner)
-        if len(self._models) > self._policies.config.tinker_models:
-            oldest = next(iter(self._models))
-            self._save(oldest)
-            self.discard(oldest)
 
     def discard(self, model_id: str) -> None:
         """Forget a model in memory; its files and requests have its state."""
@@ -214,14 +213,13 @@ class Operations:
         for model_id in self._models:
             self._save(model_id)
 
-    def _apply(self, request: Request, model: Model | None) -> tuple[Model, Result]:
-        """Return a model after a request, and the result; None: it is read from the disk."""
+    def _apply(self, request: Request, model: Any) -> tuple[Model, Result]:
+        """Return a `Model` after a request, and the result; None: it is read from the disk."""
         policies, kind = self._policies, request.kind
         content = self._store.body(request)
-        if model is None and kind not in ("create_model", "load_weights"):
+        if not (model or kind in ("create_model", "load_weights")):
             model = self._models[request.owner] = self._open(request.owner)
         if kind in ("forward", "forward_backward"):
-            model = present(model, "the model")
             loss = requests.read_loss_request(content, policies.model)
             result = State.DONE, run_loss(policies.learner(model.shape), model, loss)
         else:
@@ -233,10 +231,8 @@ class Operations:
                 model = self._load_weights(request, body)
                 fields |= {"path": body.path, "model_id": request.owner}
             elif kind == "optim_step":
-                model = present(model, "the model")
                 fields |= {"metrics": run_step(policies, model, body.adam_params)}
             else:
-                model = present(model, "the model")
                 fields |= self._save_weights(request, body, model)
             result = State.ANSWERED, json.dumps(fields).encode()
         if kind in CHANGES:
