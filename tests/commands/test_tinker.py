@@ -435,11 +435,14 @@ def test_wrong_data_fail_in_order_and_the_model_stays_as_it_was(server, session)
     assert before == pass_forward(last)
 
 
-def test_a_server_without_the_sdk_names_the_package(monkeypatch):
-    monkeypatch.setitem(sys.modules, "tinker.proto", None)
+def test_a_server_reads_the_messages_alone_and_names_a_package_that_it_lacks(monkeypatch):
     monkeypatch.delitem(sys.modules, "dapo_jax.extras.tinker.messages")
-    with pytest.raises(ConfigError, match="config.tinker = True: needs pip install 'tinker==0.38"):
+    error = "config.tinker = True: needs pip install 'tinker==0.38"
+    with monkeypatch.context() as patch, pytest.raises(ConfigError, match=error):
+        patch.setattr(sys, "path", [])
         importlib.import_module("dapo_jax.extras.tinker.messages")
+    monkeypatch.setitem(sys.modules, "tinker", None)  # an import of the SDK would fail
+    importlib.import_module("dapo_jax.extras.tinker.messages")
 
 
 def test_half_requests_and_too_large_ones_leave_no_trace(server, names):

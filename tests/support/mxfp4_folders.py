@@ -49,12 +49,8 @@ def write_both(source, packed, plain):
         in_blocks |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
         in_full[name] = np.ascontiguousarray(numbers).astype(ml_dtypes.bfloat16)
     scales = {name: in_blocks.pop(name) for name in list(in_blocks) if name.endswith("_scales")}
-    for path, found in {
-        packed / "model-1.safetensors": in_blocks,
-        packed / "model-2.safetensors": scales,  # a file ends where it is full
-        plain / "model.safetensors": in_full,
-    }.items():
-        save_file(found, path, metadata={"format": "pt"})
+    for folder, found in zip((packed, plain, packed), (in_blocks, in_full, scales), strict=True):
+        save_file(found, folder / f"model-{len(found)}.safetensors", metadata={"format": "pt"})
     config = json.loads((packed / "config.json").read_text())
     config["quantization_config"] = {
         "quant_method": "mxfp4",
