@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -20,11 +21,13 @@ from small_runs import ROOT
 from tinker_served import NAME, SDK, TinkerServer, as_bytes, loss_message, tinker_serving
 
 from dapo_jax.config.experiment import ExportConfig
+from dapo_jax.extras.serve.fields import RequestError
 from dapo_jax.extras.serve.logprobs import Scorer
 from dapo_jax.extras.serve.policy import load_served
 from dapo_jax.extras.serve.settings import ServeConfig
 from dapo_jax.extras.tinker import store as stores
 from dapo_jax.extras.tinker.messages import pb
+from dapo_jax.extras.tinker.models import Operations
 from dapo_jax.extras.tinker.store import Request, State, Store
 from dapo_jax.run.export import export
 from dapo_jax.types.errors import ConfigError
@@ -516,3 +519,14 @@ def test_old_results_and_expired_checkpoints_are_removed(store, monkeypatch):
     assert store.result("m:0") == (State.DONE, None)
     assert store.result("m:1") == (State.PENDING, None)
     assert store.get("checkpoint", path) is None and not store.checkpoint_folder(path).exists()
+
+
+def test_requests_that_fail_keep_no_more_models_in_memory(store, monkeypatch):
+    operations = Operations(SimpleNamespace(config=SimpleNamespace(tinker_models=1)), store)
+    model = SimpleNamespace(gradient=None, unsaved=0)
+    monkeypatch.setattr(operations, "_open", lambda owner: model)
+    for owner in "abc":
+        store.accept(request(owner, 1), b"{}")
+        with pytest.raises(RequestError, match="there is no gradient"):
+            operations.run(request(owner, 1))
+        assert list(operations._models) == [owner]

@@ -94,10 +94,3 @@ def test_presets_and_values_of_a_setting_are_compared(base, tmp_path, run_here):
     output = run_here("family", "--seeds", 1, "--folder", tmp_path, *varied, *bench.flags(TINY))
     assert output.count("| `dapo` none |") == output.count("| `dapo` all |") == 2
     assert "not finite: none" in output
-
-
-@pytest.mark.slow
-def test_the_verifier_is_timed():
-    output = run("benchmarks/verifier.py", "--responses", 64, "--characters", 500, "--workers", 1)
-    lines = [json.loads(line) for line in output.splitlines() if line[0] == "{"]
-    assert {line["kind"] for line in lines} == {"dapo-like", "math-like"}
