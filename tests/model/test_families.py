@@ -442,8 +442,8 @@ NAME = "model.layers.1.mlp.experts.down_proj"
 def test_blocks_that_do_not_fit_are_rejected(changes, words, folders, tmp_path, one_device):
     packed, _ = folders
     (tmp_path / "config.json").symlink_to(packed / "config.json")
-    tensors = load_file(packed / "model.safetensors") | changes
-    tensors = {name: array for name, array in tensors.items() if array is not None}
+    tensors = {n: x for path in packed.glob("*.safetensors") for n, x in load_file(path).items()}
+    tensors = {name: array for name, array in (tensors | changes).items() if array is not None}
     save_file(tensors, tmp_path / "model.safetensors")
     config = load_huggingface.read_config(tmp_path)
     with pytest.raises(ConfigError, match=words):
