@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import http.client
 import importlib
+import importlib.metadata
 import json
 import random
 import re
@@ -443,6 +444,9 @@ def test_a_server_reads_the_messages_alone_and_names_a_package_that_it_lacks(mon
     error = "config.tinker = True: needs pip install 'tinker==0.38"
     with monkeypatch.context() as patch, pytest.raises(ConfigError, match=error):
         patch.setattr(sys, "path", [])
+        importlib.import_module("dapo_jax.extras.tinker.messages")
+    with monkeypatch.context() as patch, pytest.raises(ConfigError, match=error):
+        patch.setattr(importlib.metadata.Distribution, "version", "0.39.0")
         importlib.import_module("dapo_jax.extras.tinker.messages")
     monkeypatch.setitem(sys.modules, "tinker", None)  # an import of the SDK would fail
     importlib.import_module("dapo_jax.extras.tinker.messages")

@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import datetime
-import fnmatch
 import functools
 import inspect
 import pathlib
@@ -17,7 +16,7 @@ from starlette.responses import JSONResponse, Response
 from dapo_jax.extras.serve.app import Handler, read_body
 from dapo_jax.extras.serve.fields import RequestError, need, need_room
 from dapo_jax.extras.serve.settings import ServeConfig
-from dapo_jax.extras.tinker.messages import SDK_VERSIONS
+from dapo_jax.extras.tinker.messages import INSTALL, SDK_RELEASE
 from dapo_jax.extras.tinker.models import CHECKPOINT_KINDS, find_checkpoint
 from dapo_jax.extras.tinker.policies import Policies
 from dapo_jax.extras.tinker.requests import Head, parse_loss_message, read_head
@@ -139,9 +138,8 @@ class TinkerApi:
     # --- sessions ---------------------------------------------------------------------------------
 
     def _configure_client(self, call: Call) -> Fields:
-        allowed = f"{SDK_VERSIONS}: pip install 'tinker=={SDK_VERSIONS}'"
-        version = call.head.sdk_version
-        need(fnmatch.fnmatchcase(version, SDK_VERSIONS), "sdk_version", version, allowed)
+        version, allowed = call.head.sdk_version, f"{SDK_RELEASE}*: {INSTALL}"
+        need(version.startswith(SDK_RELEASE), "sdk_version", version, allowed)
         limit = int(self._config.max_body_mb * 1e6)
         return {
             "proto_compress_fwdbwd": False,
