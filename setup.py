@@ -72,7 +72,7 @@ setup(
         "dapo_jax.extras.plan": ["*.json"],
         "dapo_jax.config": ["*.txt"],
         "dapo_jax.data": ["policies/*/*"],
-        "dapo_jax.reporting": ["*.md"],
+        "dapo_jax.run": ["*.md"],
         "dapo_jax.extras.report": ["page.*"],
     },
     entry_points={"console_scripts": ["dapo-jax = dapo_jax.commands.main:main"]},

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from configs.two_strategies import CLAIMS, RUNGS, SWITCHES
-from dapo_jax.reporting.scores import PERCENTILES, RESAMPLES, Estimate, wilson
+from dapo_jax.run.scores import PERCENTILES, RESAMPLES, Estimate, wilson
 
 FOLDER = pathlib.Path(__file__).resolve().parent / "measurements"
 KNOBS = ("clip_higher", "dynamic_sampling", "token_level", "overlong_punishment")

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from dapo_jax.config.experiment import Config
-from dapo_jax.reporting import scores
-from dapo_jax.reporting.scores import Settings, does_apply, reads_answers
+from dapo_jax.run import scores
+from dapo_jax.run.scores import Settings, does_apply, reads_answers
 from dapo_jax.runtime.nonfinite import REASONS
 from dapo_jax.types.structs import FAILURES
 

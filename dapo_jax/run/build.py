@@ -33,8 +33,6 @@ from dapo_jax.model import (
     training_attention,
 )
 from dapo_jax.model.decoder import DecoderConfig
-from dapo_jax.reporting.console import Progress
-from dapo_jax.reporting.scores import reward_leads, settings_of
 from dapo_jax.rewards.functions import find_functions, wanted_columns
 from dapo_jax.rewards.judge import Judge
 from dapo_jax.rewards.pool import RewardPool
@@ -44,7 +42,9 @@ from dapo_jax.rollout.environments.registry import tool_schemas, with_reward_set
 from dapo_jax.rollout.environments.sessions import Environments
 from dapo_jax.rollout.scheduler import Scheduler
 from dapo_jax.rollout.source import GroupSource, RolloutSource
+from dapo_jax.run.console import Progress
 from dapo_jax.run.notices import check_lengths
+from dapo_jax.run.scores import reward_leads, settings_of
 from dapo_jax.runtime import processes, registry
 from dapo_jax.runtime.kept_programs import keep
 from dapo_jax.runtime.registry import feature

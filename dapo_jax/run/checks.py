@@ -15,10 +15,10 @@ from dapo_jax.config.validation import check_warmup, validate
 from dapo_jax.data.prompts.templates import VERIFIERS_OF, check_system, open_text
 from dapo_jax.data.row_formats import FIELDS, parse_fields
 from dapo_jax.data.sources import check_sources, is_generated, parse_sources
-from dapo_jax.reporting.console import Progress
-from dapo_jax.reporting.sinks import find_sinks
 from dapo_jax.rewards.functions import find_functions
 from dapo_jax.rewards.verifying import find_verifier
+from dapo_jax.run.console import Progress
+from dapo_jax.run.sinks import find_sinks
 from dapo_jax.runtime import limits, processes
 from dapo_jax.runtime.registry import feature
 from dapo_jax.runtime.storage.output_folder import RUN, check_free

@@ -16,15 +16,15 @@ from dapo_jax.config.experiment import Config
 from dapo_jax.config.settings import changed, leaves, rules, with_values
 from dapo_jax.data.prompts.templates import open_template, open_text
 from dapo_jax.model import load_huggingface, peft_adapters
-from dapo_jax.reporting.console import Progress
-from dapo_jax.reporting.evaluation_report import print_report
-from dapo_jax.reporting.scores import Report, Response, wilson
-from dapo_jax.reporting.sinks import response_line, stamp, write_responses
 from dapo_jax.run.build import Components, build, open_console
+from dapo_jax.run.console import Progress
+from dapo_jax.run.evaluation_report import print_report
 from dapo_jax.run.export import check_frozen, newest_export
 from dapo_jax.run.heldout import sample_missing, score_responses
 from dapo_jax.run.identity import Record, check_data, check_processes, describe_changes, meaning
 from dapo_jax.run.notices import announce_data
+from dapo_jax.run.scores import Report, Response, wilson
+from dapo_jax.run.sinks import response_line, stamp, write_responses
 from dapo_jax.run.store import Checkpoints
 from dapo_jax.runtime import processes
 from dapo_jax.runtime.signals import Signals

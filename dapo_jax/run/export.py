@@ -20,7 +20,7 @@ from dapo_jax.model.decoder import DecoderConfig
 from dapo_jax.model.layers import ADAPTER_NAMES
 from dapo_jax.model.save_huggingface import Layers
 from dapo_jax.model.trainable import choose_trained, is_trained, merge, without_adapters
-from dapo_jax.reporting import model_card
+from dapo_jax.run import model_card
 from dapo_jax.run.identity import frozen_content
 from dapo_jax.run.store import checkpoint_folder, newest_step, read_record, record_path, saved_steps
 from dapo_jax.runtime import processes

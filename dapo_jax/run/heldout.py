@@ -5,13 +5,13 @@ from concurrent import futures
 from typing import Any
 
 from dapo_jax.config.experiment import Config
-from dapo_jax.reporting.scores import Report, Response, make_report
-from dapo_jax.reporting.sinks import make_responses
 from dapo_jax.rewards.judge import Pending
 from dapo_jax.rewards.verifying import open_verifier
 from dapo_jax.rollout.dynamic_sampling import Starved
 from dapo_jax.rollout.sampling import SAMPLE_FOR_EVALUATION
 from dapo_jax.run.build import Components
+from dapo_jax.run.scores import Report, Response, make_report
+from dapo_jax.run.sinks import make_responses
 from dapo_jax.runtime import processes
 from dapo_jax.types.structs import (
     Interrupted,

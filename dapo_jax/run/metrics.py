@@ -24,8 +24,8 @@ from dapo_jax.learner.metrics import (
 from dapo_jax.learner.minibatches import row_choice
 from dapo_jax.learner.packing import fill
 from dapo_jax.model.decoder import DecoderConfig
-from dapo_jax.reporting.scores import REFLECTION
 from dapo_jax.rollout.source import RolloutSource, SourceState
+from dapo_jax.run.scores import REFLECTION
 from dapo_jax.runtime.clock import Clock
 from dapo_jax.runtime.nonfinite import REASONS
 from dapo_jax.runtime.sharding import shards

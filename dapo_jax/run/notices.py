@@ -8,8 +8,8 @@ from rich.markup import escape
 from dapo_jax.config.experiment import Config
 from dapo_jax.data.prompt_stream import Lengths, PromptStream
 from dapo_jax.data.sources import Source
-from dapo_jax.reporting.console import Progress
-from dapo_jax.reporting.scores import (
+from dapo_jax.run.console import Progress
+from dapo_jax.run.scores import (
     HELDOUT,
     Response,
     reads_answers,

@@ -17,9 +17,6 @@ from dapo_jax.learner.learners import POLICY, LearnerStates, optimizers
 from dapo_jax.learner.packing import RowShape
 from dapo_jax.model.load_huggingface import fingerprint
 from dapo_jax.model.trainable import parameter_count
-from dapo_jax.reporting.console import fit
-from dapo_jax.reporting.scores import HELDOUT, Response
-from dapo_jax.reporting.sinks import Callbacks, RunFiles, read_summary
 from dapo_jax.rollout.dynamic_sampling import Starved
 from dapo_jax.rollout.group_format import (
     pack_partial,
@@ -30,8 +27,11 @@ from dapo_jax.rollout.group_format import (
 from dapo_jax.rollout.source import Journal, SourceState
 from dapo_jax.run import heldout, identity, notices
 from dapo_jax.run.build import Components, attention_notice, build, open_console
+from dapo_jax.run.console import fit
 from dapo_jax.run.identity import Record, RunProgress, check_data, check_processes
 from dapo_jax.run.metrics import measure, trace
+from dapo_jax.run.scores import HELDOUT, Response
+from dapo_jax.run.sinks import Callbacks, RunFiles, read_summary
 from dapo_jax.run.store import Checkpoints, RolloutJournal, find_steps
 from dapo_jax.runtime import processes, sharding
 from dapo_jax.runtime.clock import Clock

@@ -22,8 +22,8 @@ from dapo_jax.data.prompts.templates import (
 )
 from dapo_jax.data.prompts.tokenizer import Tokenizer
 from dapo_jax.extras.arithmetic import arithmetic_tokenizer
-from dapo_jax.reporting.console import Progress
 from dapo_jax.run.build import check_lengths
+from dapo_jax.run.console import Progress
 from dapo_jax.run.notices import announce_data
 from dapo_jax.runtime.storage.downloads import local_folder
 from dapo_jax.runtime.tool_calls import read_message

@@ -18,7 +18,7 @@ MAX_FUNCTION_LINES = 60
 
 # The top-level packages; each imports only from those before it.
 PACKAGES = (
-    "types runtime config data rewards model rollout learner step reporting run commands extras"
+    "types runtime config data rewards model rollout learner step run commands extras"
 ).split()
 PRIVATE = re.compile(r"jax\._src|orbax\.[\w.]*_src|ctypes|_getframe")
 # What would run data as code.

@@ -11,9 +11,9 @@ from row_files import read_table
 from dapo_jax.config.algorithms import PRESETS
 from dapo_jax.config.experiment import Config, Reward, Watch
 from dapo_jax.extras.alerts import LIMITS, Alerts, check_run
-from dapo_jax.reporting.scores import settings_of
 from dapo_jax.rewards.group_rewards import reward_group
 from dapo_jax.run.metrics import outcome_metrics, response_metrics, verdict_counts
+from dapo_jax.run.scores import settings_of
 from dapo_jax.types.structs import Failure, Group, Outcome, Verdict
 
 

@@ -17,7 +17,7 @@ from row_files import read_table
 from small_runs import CLOCKED, ROOT, make_short_config, read_rows
 
 from dapo_jax.extras.report.command import ReportConfig, report
-from dapo_jax.reporting.console import PROGRAMS, WIDTH, Progress, step_lines
+from dapo_jax.run.console import PROGRAMS, WIDTH, Progress, step_lines
 from dapo_jax.run.evaluate import evaluate
 from dapo_jax.run.run import train
 from dapo_jax.runtime.processes import print_error, printable
@@ -88,7 +88,7 @@ RUN = """
 import os, sys
 import jax
 from small_runs import make_short_config
-from dapo_jax.reporting import console as progress
+from dapo_jax.run import console as progress
 from dapo_jax.run.run import train
 jax.config.update("jax_compilation_cache_dir", sys.argv[2] + "_cache")
 progress.SLOW_SECONDS, progress.COMPILING_SECONDS = 0.0, 0.1
@@ -123,7 +123,7 @@ def test_a_pipe_gets_neither_codes_nor_live_lines(piped):
 
 LONG = """
 import pathlib, sys, time
-from dapo_jax.reporting.console import Progress
+from dapo_jax.run.console import Progress
 from dapo_jax.runtime import processes
 def work():
     progress = Progress()

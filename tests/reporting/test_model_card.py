@@ -8,7 +8,7 @@ from command_lines import load
 from dapo_jax.config.experiment import Config, Data, ExportConfig, Lora, Model
 from dapo_jax.config.files import read_config
 from dapo_jax.config.settings import leaves
-from dapo_jax.reporting import model_card
+from dapo_jax.run import model_card
 
 HOME = "/home/alice/secret"
 

@@ -22,7 +22,7 @@ from dapo_jax.extras.report import command as report
 from dapo_jax.extras.report import page, recorded_run
 from dapo_jax.extras.report.curves import STRETCHES, draw
 from dapo_jax.extras.report.recorded_run import SHOWN_CHARACTERS, read_run, sample_groups
-from dapo_jax.reporting.console import Progress
+from dapo_jax.run.console import Progress
 from dapo_jax.types.errors import ConfigError
 
 

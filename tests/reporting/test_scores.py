@@ -7,9 +7,9 @@ import pytest
 from responses import respond, respond_all
 from row_files import read_table
 
-from dapo_jax.reporting import scores
-from dapo_jax.reporting.evaluation_report import describe_problems, report_tables
-from dapo_jax.reporting.scores import (
+from dapo_jax.run import scores
+from dapo_jax.run.evaluation_report import describe_problems, report_tables
+from dapo_jax.run.scores import (
     RIGHT,
     answer_classes,
     estimates,

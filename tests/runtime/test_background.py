@@ -14,6 +14,7 @@ import pytest
 
 from dapo_jax.config.experiment import Config
 from dapo_jax.run.checks import guarded
+from dapo_jax.runtime.nonfinite import NotFinite
 from dapo_jax.runtime.storage import retries
 from dapo_jax.runtime.storage.output_folder import try_bucket
 from dapo_jax.runtime.storage.retries import MAX_WAITING, Storage
@@ -80,15 +81,23 @@ def test_what_runs_out_in_a_command_is_one_line_with_its_place(error, words, cap
     assert words in said and said.count("\n") == 1 and "update.py:2)" in said
 
 
-def test_an_error_of_a_bucket_names_its_folder(capsys):
-    kind = type("ClientOSError", (OSError,), {"__module__": "aiohttp"})  # it has no address
+# It has no address.
+RESET = type("ClientOSError", (OSError,), {"__module__": "aiohttp"})(
+    errno.ECONNRESET, "it is reset"
+)
 
-    def fail():
-        raise kind(errno.ECONNRESET, "Connection reset by peer")
 
-    assert guarded(fail, Config(run_dir="gs://bucket/run")) == 74
-    expected = "error: gs://bucket/run can't be read or written: Connection reset by peer\n"
-    assert capsys.readouterr().err == expected
+@pytest.mark.parametrize(
+    ("error", "code", "line"),
+    [
+        (RESET, 74, "gs://bucket/run can't be read or written: it is reset"),
+        (NotFinite("the parameters are not finite"), 4, "the parameters are not finite"),
+    ],
+)
+def test_an_error_has_its_exit_code_and_a_bucket_its_name(error, code, line, capsys):
+    work = mock.Mock(side_effect=error)
+    assert guarded(work, Config(run_dir="gs://bucket/run")) == code
+    assert capsys.readouterr().err == f"error: {line}\n"
 
 
 def test_a_checkpoint_that_a_bucket_takes_ends_the_wait_of_other_files(monkeypatch):
@@ -110,9 +119,8 @@ def test_a_checkpoint_that_a_bucket_takes_ends_the_wait_of_other_files(monkeypat
 
 
 def test_a_bucket_that_is_away_is_no_wrong_setting():
-    kind = type("ClientOSError", (OSError,), {"__module__": "aiohttp"})
     folder = mock.MagicMock()
-    for error, raised in (kind(errno.ECONNRESET, "reset"), kind), (OSError("none"), ConfigError):
+    for error, raised in (RESET, type(RESET)), (OSError("none"), ConfigError):
         (folder / "").write_bytes.side_effect = error
         with pytest.raises(raised):
             try_bucket(folder, "run_dir", "gs://bucket/run")

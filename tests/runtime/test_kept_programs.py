@@ -14,8 +14,8 @@ from small_runs import equal, make_quick_config, read_rollouts, read_rows
 import dapo_jax
 from dapo_jax import algorithms
 from dapo_jax.config.experiment import Config, Log
-from dapo_jax.reporting.console import PROGRAMS
 from dapo_jax.run.build import open_learners
+from dapo_jax.run.console import PROGRAMS
 from dapo_jax.run.export import SavedPolicy
 from dapo_jax.runtime.kept_programs import forget_programs
 
@@ -108,17 +108,14 @@ WARM_STEPS, STEPS = 6, 20
 def test_twenty_steps_of_varied_lengths_compile_in_the_first_ones_only(
     base, tmp_path, alone, fresh_programs
 ):
-    compiled, by_step, lengths = [0], [], []
-
-    def count(event: str, seconds: float, **_) -> None:
-        compiled[0] += event.endswith(COMPILED)
+    by_step, lengths = [], []
 
     def on_step(step: int, values: dict[str, float]) -> None:
-        by_step.append(compiled[0])
+        by_step.append(compiled[COMPILED])
         lengths.append((values["response_tokens_mean"], values["trained_groups"]))
 
     config = make_quick_config(base, tmp_path / "run", total_steps=STEPS)
-    jax.monitoring.register_event_duration_secs_listener(count)
-    dapo_jax.train(config, on_step=on_step)
+    with counted() as compiled:
+        dapo_jax.train(config, on_step=on_step)
     assert len(set(lengths)) > STEPS / 2 and len(by_step) == STEPS
     assert by_step[0] > 0 and by_step[WARM_STEPS - 1] == by_step[-2], np.diff(by_step)

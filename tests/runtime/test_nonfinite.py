@@ -19,7 +19,7 @@ from dapo_jax.config.experiment import Checkpoint, Config, Log, Optimizer
 from dapo_jax.config.files import read_config
 from dapo_jax.learner.learners import LearnerStates
 from dapo_jax.model import load_huggingface, save_huggingface
-from dapo_jax.run import checks, store
+from dapo_jax.run import store
 from dapo_jax.run.run import train
 from dapo_jax.run.store import saved_steps
 from dapo_jax.runtime import nonfinite
@@ -162,11 +162,3 @@ def test_a_checkpoint_that_is_not_finite_is_neither_written_nor_read(
         with store.Checkpoints(config.run_dir) as saved:
             with pytest.raises(NotFinite, match=f"checkpoints/3: {moment}"):
                 saved.state(run.components.learners.policy.abstract_state)
-
-
-def test_a_command_exits_4(capsys):
-    def fail():
-        raise NotFinite("the parameters are not finite")
-
-    assert checks.guarded(fail) == 4
-    assert capsys.readouterr().err == "error: the parameters are not finite\n"

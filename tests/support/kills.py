@@ -12,7 +12,7 @@ from dapo_jax.run.export import SavedPolicy
 # Patches of a program, which run first.
 IN_STEP_3 = """
 import os, signal
-from dapo_jax.reporting.console import Progress
+from dapo_jax.run.console import Progress
 show = Progress.step
 def step(self, number, *rest):
     show(self, number, *rest)

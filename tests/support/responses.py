@@ -1,6 +1,6 @@
 """Scored responses of an evaluation."""
 
-from dapo_jax.reporting.scores import Response
+from dapo_jax.run.scores import Response
 
 
 def respond(index, sample, correct, **changes) -> Response:

@@ -29,7 +29,6 @@ from dapo_jax.config.experiment import (
 from dapo_jax.extras.sft.settings import Architecture, SftConfig
 from dapo_jax.extras.sft.training import train_supervised
 from dapo_jax.learner.learners import LearnerStates
-from dapo_jax.reporting.sinks import Callbacks
 from dapo_jax.rewards.group_rewards import reward_group
 from dapo_jax.rollout import source
 from dapo_jax.run import checks
@@ -37,6 +36,7 @@ from dapo_jax.run import run as runs
 from dapo_jax.run.build import Components
 from dapo_jax.run.evaluate import evaluate
 from dapo_jax.run.metrics import measure
+from dapo_jax.run.sinks import Callbacks
 from dapo_jax.runtime.clock import Clock
 from dapo_jax.runtime.signals import Signals
 from dapo_jax.step import StepRecord, TrainerState, train_step

@@ -18,8 +18,8 @@ from dapo_jax.config.settings import leaves
 from dapo_jax.extras.alerts import LAST, check_run, finite_values
 from dapo_jax.extras.report.curves import draw, show_number
 from dapo_jax.extras.report.recorded_run import RecordedRun, read_run, sample_groups
-from dapo_jax.reporting.console import Progress
-from dapo_jax.reporting.scores import reward_leads
+from dapo_jax.run.console import Progress
+from dapo_jax.run.scores import reward_leads
 from dapo_jax.runtime.storage.paths import Folder
 from dapo_jax.runtime.storage.retries import write_text
 from dapo_jax.runtime.user_code import describe_error

@@ -25,10 +25,10 @@ from dapo_jax.extras.samplers.leases import Task
 from dapo_jax.extras.samplers.remote_sampler import sampler_identity
 from dapo_jax.extras.samplers.settings import SamplerConfig
 from dapo_jax.extras.samplers.weight_versions import WeightVersions
-from dapo_jax.reporting.sinks import CONFIG, read_summary
 from dapo_jax.rollout import group_format
 from dapo_jax.rollout.scheduler import Scheduler
 from dapo_jax.run import build, checks, command_line
+from dapo_jax.run.sinks import CONFIG, read_summary
 from dapo_jax.runtime import processes
 from dapo_jax.runtime.keys import post, read_key
 from dapo_jax.runtime.signals import Signals

@@ -51,8 +51,6 @@ from dapo_jax.learner.update import Learner
 from dapo_jax.model import load_huggingface, peft_adapters, save_huggingface
 from dapo_jax.model.decoder import DecoderConfig, init_params
 from dapo_jax.model.trainable import choose_trained, parameter_count
-from dapo_jax.reporting.console import Progress
-from dapo_jax.reporting.sinks import Callbacks
 from dapo_jax.rollout import source
 from dapo_jax.rollout.source import SourceState
 from dapo_jax.run.build import (
@@ -66,9 +64,11 @@ from dapo_jax.run.build import (
     open_learners,
     open_mesh,
 )
+from dapo_jax.run.console import Progress
 from dapo_jax.run.export import adapter_folder, policy_layers
 from dapo_jax.run.identity import OtherRun, check_processes
 from dapo_jax.run.run import open_run
+from dapo_jax.run.sinks import Callbacks
 from dapo_jax.runtime import processes
 from dapo_jax.runtime.sharding import flatten, to_host, unbox
 from dapo_jax.runtime.signals import Signals

@@ -14,8 +14,8 @@ from flax.traverse_util import unflatten_dict
 
 from dapo_jax.config.experiment import Config, ExportConfig
 from dapo_jax.config.settings import leaves
-from dapo_jax.reporting.scores import reward_leads
-from dapo_jax.reporting.sinks import read_rows
+from dapo_jax.run.scores import reward_leads
+from dapo_jax.run.sinks import read_rows
 from dapo_jax.runtime.storage.paths import folder_at
 
 # An absolute path, one that leaves the working folder, or a bucket's; the last name is a group.
@@ -56,7 +56,7 @@ def write_card(out: pathlib.Path, config: ExportConfig, run: dict[str, Any], ste
         pipeline_tag="text-generation",
         tags=["dapo_jax", "reinforcement-learning"],
     )
-    template = importlib.resources.files("dapo_jax.reporting") / "model_card.md"
+    template = importlib.resources.files("dapo_jax.run") / "model_card.md"
     ModelCard.from_template(
         data,
         template_str=template.read_text(encoding="utf-8"),

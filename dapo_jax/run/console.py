@@ -19,7 +19,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from dapo_jax.reporting.scores import HELDOUT, Response
+from dapo_jax.run.scores import HELDOUT, Response
 from dapo_jax.runtime import processes
 from dapo_jax.runtime.processes import printable
 from dapo_jax.runtime.streams import BrokenPipeSafeStream

@@ -6,8 +6,8 @@ from rich import box
 from rich.markup import escape
 from rich.table import Table
 
-from dapo_jax.reporting.console import Progress
-from dapo_jax.reporting.scores import Estimate, Report
+from dapo_jax.run.console import Progress
+from dapo_jax.run.scores import Estimate, Report
 
 BAR = 24  # characters of a bar of a score
 EIGHTHS = " ▏▎▍▌▋▊▉"  # of a character

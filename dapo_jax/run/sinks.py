@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 
 from dapo_jax.config.experiment import Config, Log
-from dapo_jax.reporting.console import Progress
-from dapo_jax.reporting.scores import ENVIRONMENT, POLICY, REFLECTION, Response
+from dapo_jax.run.console import Progress
+from dapo_jax.run.scores import ENVIRONMENT, POLICY, REFLECTION, Response
 from dapo_jax.runtime import processes, registry
 from dapo_jax.runtime.signals import Signals
 from dapo_jax.runtime.storage.jsonl import AppendFile, objects, read_object, rewind

@@ -1,1 +1,0 @@
-"""Metrics, console, files and reports of a run."""
