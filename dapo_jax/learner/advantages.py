@@ -13,7 +13,6 @@ import numpy as np
 from jaxtyping import Bool, Float, Int
 
 from dapo_jax.config.algorithm import Algorithm
-from dapo_jax.learner.packing import place_tokens, take_tokens
 from dapo_jax.runtime.user_code import choose
 from dapo_jax.types.errors import require
 from dapo_jax.types.structs import ROUNDING, present
@@ -153,41 +152,24 @@ class Feedback:
         return np.bincount(self.response_index[self.trained], minlength=len(self.groups))
 
     @functools.cached_property
-    def _next_places(self) -> Int[np.ndarray, "*M R T"]:
-        """Position of the first response token at or after each position; T if there is none."""
-        length = self.response_index.shape[-1]
-        places = np.where(self.on_response, np.arange(length), length)
-        return np.minimum.accumulate(places[..., ::-1], axis=-1)[..., ::-1]
+    def places(self) -> tuple[Int[np.ndarray, "n"], Int[np.ndarray, "n"]]:
+        """Response of each sampled token, in the order of the rows, and its number there from 0."""
+        index = self.response_index[self.on_response]
+        order, numbers = np.argsort(index, kind="stable"), np.empty_like(index)
+        numbers[order] = np.arange(len(index)) - np.searchsorted(index[order], index[order])
+        return index, numbers
 
-    @functools.cached_property
-    def continues(self) -> Bool[np.ndarray, "*M R T"]:
-        """Mask of all but the last token of each response; true on observations in between."""
-        index = self.response_index
-        length = index.shape[-1]
-        padded = np.concatenate([index, np.full_like(index[..., :1], -1)], axis=-1)
-        places = np.where(self.on_response, np.arange(length), -1)
-        before = np.maximum.accumulate(places, axis=-1)  # index -1 reads the padding
-        after = np.full_like(before, length)
-        after[..., :-1] = self._next_places[..., 1:]
-        left = np.take_along_axis(padded, before, axis=-1)
-        right = np.take_along_axis(padded, after, axis=-1)
-        return (left >= 0) & (left == right)
+    def by_response(self, values: Float[np.ndarray, "*M R T"]) -> Float[np.ndarray, "B N"]:
+        """Return a row for the sampled tokens of each response, past observations, then zeros."""
+        rows = np.zeros((len(self.groups), self.lengths.max(initial=1)))
+        rows[self.places] = values[self.on_response]
+        return rows
 
-    def following(self, values: Float[np.ndarray, "*M R T"]) -> Float[np.ndarray, "*M R T"]:
-        """Return the value of the next token of the response, past observations; 0 at the end."""
-        places = np.zeros_like(self._next_places)
-        places[..., :-1] = np.minimum(self._next_places[..., 1:], places.shape[-1] - 1)
-        return np.where(self.continues, np.take_along_axis(values, places, axis=-1), 0.0)
-
-    def discounted_sums(
-        self, values: Float[np.ndarray, "*M R T"], discounts: Float[np.ndarray, "*M R T"] | float
-    ) -> Float[np.ndarray, "*M R T"]:
-        """Return s[t] = v[t] + d[t] s[t + 1] in each response; observations do not discount."""
-        factors = np.where(self.continues, np.where(self.on_response, discounts, 1.0), 0.0)
-        sums = np.where(self.on_response, values, 0.0).astype(np.float64)
-        for t in range(sums.shape[-1] - 2, -1, -1):
-            sums[..., t] += factors[..., t] * sums[..., t + 1]
-        return np.where(self.on_response, sums, 0.0)
+    def at_tokens(self, rows: Float[np.ndarray, "B N"]) -> Float[np.ndarray, "*M R T"]:
+        """Return the values of such rows at the tokens; 0 outside responses."""
+        placed = np.zeros(self.response_index.shape)
+        placed[self.on_response] = rows[self.places]
+        return placed
 
 
 class Estimates(NamedTuple):
@@ -232,8 +214,8 @@ def gather_feedback(
     if earned_by_tokens is not None:
         token_rewards[on] += earned_by_tokens[on]
         rest = earned - _sum_over_responses(earned_by_tokens, response_index, len(earned))
-    last = on & ~feedback.continues
-    token_rewards[last] += rest[response_index[last]]
+    index, number = feedback.places
+    token_rewards[on] += np.where(number == feedback.lengths[index] - 1, rest[index], 0.0)
     return feedback
 
 
@@ -297,9 +279,23 @@ def pass_at_k(algorithm: Algorithm, feedback: Feedback) -> np.ndarray:
 # --- estimators with one value per token ------------------------------------------------------
 
 
+def discounted_sums(
+    rows: Float[np.ndarray, "B N"], discounts: Float[np.ndarray, "B"] | float
+) -> Float[np.ndarray, "B N"]:
+    """Return s[t] = v[t] + d s[t + 1] for each response."""
+    sums = np.array(rows)
+    for t in range(sums.shape[1] - 2, -1, -1):
+        sums[:, t] += discounts * sums[:, t + 1]
+    return sums
+
+
+def _returns(algorithm: Algorithm, feedback: Feedback) -> Float[np.ndarray, "B N"]:
+    return discounted_sums(feedback.by_response(feedback.token_rewards), algorithm.gamma)
+
+
 def reward_to_go(algorithm: Algorithm, feedback: Feedback) -> np.ndarray:
     """Return the discounted sum of the rewards from each token on (REINFORCE++, 2501.03262)."""
-    return feedback.discounted_sums(feedback.token_rewards, algorithm.gamma)
+    return feedback.at_tokens(_returns(algorithm, feedback))
 
 
 def token_baseline(algorithm: Algorithm, feedback: Feedback) -> np.ndarray:
@@ -310,31 +306,29 @@ def token_baseline(algorithm: Algorithm, feedback: Feedback) -> np.ndarray:
     first t tokens (the formula in verl's docs/algo/otb.md). As in the authors' code there, the
     baseline is 0 where only one response is left.
     """
-    index = feedback.response_index
-    returns = take_tokens(reward_to_go(algorithm, feedback), index)
-    energies = take_tokens(np.asarray(present(feedback.energies, "energies"), float), index)
-    values = np.concatenate(returns)
-    weights = np.concatenate([np.cumsum(own) for own in energies])
-    column = np.concatenate([np.arange(len(own)) for own in returns])
+    returns = _returns(algorithm, feedback)
+    weights = np.cumsum(feedback.by_response(present(feedback.energies, "energies")), axis=1)
+    exists = np.arange(returns.shape[1]) < feedback.lengths[:, None]
     _, member = np.unique(feedback.groups, return_inverse=True)
-    cell = member[np.sort(index[feedback.on_response])] * index.shape[-1] + column
 
-    def total(array: np.ndarray) -> np.ndarray:
-        return np.bincount(cell, array)[cell]
+    def total(rows: np.ndarray) -> np.ndarray:
+        sums = np.zeros(rows.shape)
+        np.add.at(sums, member, np.where(exists, rows, 0.0))
+        return sums[member]
 
-    baselines = total(values * weights) / np.maximum(total(weights), STD_EPSILON)
-    several = total(np.ones(len(cell))) > 1
-    return place_tokens([values - np.where(several, baselines, 0.0)], index)
+    baselines = total(returns * weights) / np.maximum(total(weights), STD_EPSILON)
+    return feedback.at_tokens(returns - np.where(total(exists) > 1, baselines, 0.0))
 
 
 def generalised_advantages(
-    algorithm: Algorithm, feedback: Feedback, lambdas: np.ndarray | float
+    algorithm: Algorithm, feedback: Feedback, lambdas: Float[np.ndarray, "B"] | float
 ) -> np.ndarray:
     """Return GAE (1506.02438, equation 16); the value after the last token of a response is 0."""
-    gamma = algorithm.gamma
-    values = np.where(feedback.on_response, present(feedback.values, "values"), 0.0)
-    errors = feedback.token_rewards + gamma * feedback.following(values) - values
-    return feedback.discounted_sums(errors, gamma * np.asarray(lambdas))
+    rewards = feedback.by_response(feedback.token_rewards)
+    values = feedback.by_response(present(feedback.values, "values"))
+    following = np.pad(values[:, 1:], ((0, 0), (0, 1)))
+    errors = rewards + algorithm.gamma * following - values
+    return feedback.at_tokens(discounted_sums(errors, algorithm.gamma * lambdas))
 
 
 def gae(algorithm: Algorithm, feedback: Feedback) -> np.ndarray:
@@ -346,7 +340,6 @@ def length_adaptive_gae(algorithm: Algorithm, feedback: Feedback) -> np.ndarray:
     """Return GAE with lambda = max(0, 1 - 1 / (alpha n)) for n tokens (VAPO, 2504.05118)."""
     lengths = np.maximum(feedback.lengths, 1)
     lambdas = np.maximum(0.0, 1 - 1 / (algorithm.lambda_alpha * lengths))
-    lambdas = broadcast_to_tokens(lambdas, feedback.response_index)
     return generalised_advantages(algorithm, feedback, lambdas)
 
 
