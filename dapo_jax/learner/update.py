@@ -167,13 +167,6 @@ class Learner:
             self._check_memory(arguments)
             return self._update(*arguments)
 
-    def loss_and_gradient(
-        self, params: Any, batch: TrainBatch, microbatches: int
-    ) -> tuple[Array, Any]:
-        """Return the loss and gradient that `update` would use."""
-        gradient, outputs = self.differentiate(params, batch, microbatches)
-        return outputs.means["loss"].total, gradient
-
     def differentiate(
         self, params: Any, batch: TrainBatch, microbatches: int
     ) -> tuple[Any, UpdateOutputs]:

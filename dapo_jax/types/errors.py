@@ -10,6 +10,7 @@ from typing import Any
 # Settings and sections of earlier versions that have another name.
 OF_MATH, OF_SAMPLERS = ("percent", "unfinished"), ("host", "key_file", "lease_seconds", "port")
 MOVED = {"reward.judge": "extras.judge", "teacher": "extras.teacher"}
+MOVED |= {"extras.teacher.weights_dtype": "extras.teacher.dtype"}
 MOVED |= {"rollout.lag": "rollout.staleness", "rollout.remote": "sampler.engine"}
 MOVED |= {f"reward.{name}": f"extras.math.{name}" for name in OF_MATH}
 MOVED |= {f"sampler.{name}": f"extras.samplers.{name}" for name in OF_SAMPLERS}

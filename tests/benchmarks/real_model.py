@@ -135,7 +135,7 @@ class Ours:
         update, segments = record.updates[0], record.minibatches.segments[0]
         policy = parts.learners.policy
         params = policy.start(parts.first_params()).params
-        gradient = policy.loss_and_gradient(params, update.batch, update.microbatches)[1]
+        gradient = policy.differentiate(params, update.batch, update.microbatches)[0]
         save_huggingface.save_folder(self.args.work / GRADIENT, gradient, parts.decoder, (2,))
         advantages = take_tokens(record.advantages, record.minibatches.rollouts.response_index)
         responses = [

@@ -87,7 +87,7 @@ def test_parameters_feel_an_observation_as_context_alone(tiny_params, one_device
     """The gradient is that of the drawn tokens' log-probs, written out for whole trajectories."""
     learner = make_learner(one_device, algorithms.reinforce())
     batch, used = make_batch(algorithms.reinforce(), segments=SEGMENTS)
-    found = learner.loss_and_gradient(place(tiny_params, learner), batch, used)[1]
+    found = learner.differentiate(place(tiny_params, learner), batch, used)[0]
 
     def loop(params):
         total = 0.0

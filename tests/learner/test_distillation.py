@@ -21,7 +21,6 @@ from dapo_jax.learner.advantages import estimate
 from dapo_jax.learner.packing import Segment
 from dapo_jax.learner.policy import TEACHER, PolicySettings, policy_learner
 from dapo_jax.model.decoder import Decoder, abstract_params, head_kernel
-from dapo_jax.model.layers import SCALE
 from dapo_jax.run import checks
 from dapo_jax.run.build import build
 from dapo_jax.runtime import sharding
@@ -87,11 +86,11 @@ def test_the_update_descends_the_papers_mean_divergence(teacher, tiny_params, on
     batch, used = make_batch(algorithm, segments=HOLES)
     batch = batch.replace(advantages=0 * batch.advantages)
     assert used > 1
-    loss, actual = learner.loss_and_gradient(place(tiny_params, learner), batch, used)
+    actual, (means, _) = learner.differentiate(place(tiny_params, learner), batch, used)
     value, expected = jax.jit(jax.value_and_grad(lambda p: 2 * loop_loss(p, teacher, kind)))(
         tiny_params
     )
-    np.testing.assert_allclose(loss, value, rtol=1e-5)
+    np.testing.assert_allclose(means["loss"].total, value, rtol=1e-5)
     assert_close(actual, expected, 1e-5)
 
 
@@ -104,16 +103,13 @@ def large_folder(tiny_folder, tmp_path_factory):
 
 
 def make(tiny_folder, teacher, run_dir, preset="gkd", **changes) -> Config:
-    weights = changes.pop("weights_dtype", "auto")
-    settings = {"folder": str(teacher), "weights_dtype": weights}
-    given = {"extras": {"teacher": settings}} | changes
+    given = {"extras": {"teacher": {"folder": str(teacher)}}} | changes
     return make_quick_config(tiny_folder, run_dir, preset, updates=1, **given)
 
 
-@pytest.mark.parametrize("weights", [pytest.param("auto", marks=pytest.mark.slow), "int8"])
-def test_a_teacher_is_held_as_a_plan_of_it_says(weights, tiny_folder, large_folder, tmp_path):
-    changes = {"weights_dtype": weights, "mesh": Mesh(2, 2, 2)}
-    parts = build(make(tiny_folder, large_folder, tmp_path, "on_policy_distillation", **changes))
+def test_a_teacher_is_held_as_a_plan_of_it_says(tiny_folder, large_folder, tmp_path):
+    config = make(tiny_folder, large_folder, tmp_path, "on_policy_distillation", mesh=Mesh(2, 2, 2))
+    parts = build(config)
     parts.close()
     held = sharding.flatten(parts.learners.scorers[TEACHER].params)
     mesh = parts.learners.policy.mesh
@@ -123,12 +119,7 @@ def test_a_teacher_is_held_as_a_plan_of_it_says(weights, tiny_folder, large_fold
         assert (array.shape, array.dtype) == (planned[path].shape, planned[path].dtype)
         assert array.sharding.is_equivalent_to(planned[path].sharding, array.ndim)
     for path, exact in sharding.flatten(make_teacher()).items():
-        own, scale = np.float32(held[path]), held.get(path + SCALE)
-        if scale is not None:  # over the axes behind the layers'
-            own *= np.expand_dims(scale, tuple(range(1, 1 + own.ndim - scale.ndim)))
-        assert (scale is not None) == (weights == "int8" and path.endswith("/kernel"))
-        part = exact[tuple(map(slice, own.shape))]
-        np.testing.assert_allclose(own, part, atol=0.005 * np.abs(exact).max())
+        np.testing.assert_array_equal(held[path], exact[tuple(map(slice, held[path].shape))])
 
 
 def test_a_teacher_that_does_not_fit_is_refused_before_anything_is_loaded(

@@ -81,7 +81,7 @@ def gradient_of(config: Config, params, examples: list[Example], mesh):
     estimates = estimate(config.algorithm, make_feedback(config, minibatches, scored, groups))
     (batch,) = make_train_batches(config, minibatches, scored, estimates)
     used = minibatches.microbatches[0]
-    return learner.loss_and_gradient(states.policy.params, batch, used)[1]
+    return learner.differentiate(states.policy.params, batch, used)[0]
 
 
 COMMON: dict = {"packing": Packing(ROW_TOKENS, 2), "total_steps": 1}

@@ -15,7 +15,7 @@ class TeacherSettings:
         algorithm.distillation=none -> extras.teacher.
         algorithm.distillation=jsd -> extras.teacher.prompt=: the loss reads the policy's prompts
         extras.teacher.average>0 -> extras.teacher.folder=: the mean is the policy's
-        extras.teacher.folder= -> extras.teacher.dtype extras.teacher.weights_dtype
+        extras.teacher.folder= -> extras.teacher.dtype
     """
     folder: str = setting(
         "", "Model folder; the tokenizer is the policy's. Empty: the policy itself, with `prompt`."
@@ -29,6 +29,3 @@ class TeacherSettings:
         0.0, "Rate of the policy's exponential mean, per update, that teaches; 0: its first state."
     )
     dtype: Literal["auto", "float32", "bfloat16"] = setting("auto", "Type; 'auto': compute.dtype.")
-    weights_dtype: Literal["auto", "int8"] = setting(
-        "auto", "Type of the layers' matrices: 'auto' (dtype), or 'int8' with a scale per channel."
-    )

@@ -13,9 +13,7 @@ from dapo_jax.config.experiment import Config
 from dapo_jax.learner.learners import Model
 from dapo_jax.model import load_huggingface
 from dapo_jax.model.decoder import DecoderConfig, abstract_params
-from dapo_jax.model.layers import SCALE
-from dapo_jax.model.param_paths import forward_dtype, scaled_axes
-from dapo_jax.model.quantisation import quantise
+from dapo_jax.model.param_paths import forward_dtype
 from dapo_jax.run.build import check_divisible, numerics
 from dapo_jax.runtime import sharding
 from dapo_jax.types.errors import require
@@ -49,16 +47,6 @@ def read_shape(
     return decoder
 
 
-def _convert(config: Config, path: str, shape: tuple[int, ...], array: jax.Array) -> dict[str, Any]:
-    """Return a parameter cut to a shape, or as int8 and its scales, by path."""
-    summed = scaled_axes(path) if path.endswith("/kernel") else ()
-    if config.extras.teacher.weights_dtype == "int8" and summed:
-        # The first axis of an array is its layers, so axes are counted from the second.
-        pair = quantise(array, jnp.int8, tuple(1 + axis for axis in summed))
-        return dict(zip((path, path + SCALE), pair, strict=True))
-    return {path: array[tuple(map(slice, shape))]}
-
-
 def abstract_teacher(
     config: Config,
     policy: DecoderConfig,
@@ -69,13 +57,12 @@ def abstract_teacher(
     decoder = dataclasses.replace(read_shape(config, policy, mesh, read), vocab=policy.vocab)
     boxed = abstract_params(decoder)
     shardings = sharding.flatten(sharding.tree_shardings(mesh, boxed))
-    everywhere = jax.sharding.NamedSharding(mesh, jax.P())  # scales are small
-    flat: dict[str, jax.ShapeDtypeStruct] = {}
-    for path, leaf in sharding.flatten(sharding.unbox(boxed)).items():
-        whole = jax.ShapeDtypeStruct(leaf.shape, forward_dtype(path, decoder))
-        converted = jax.eval_shape(functools.partial(_convert, config, path, leaf.shape), whole)
-        for name, array in converted.items():
-            flat[name] = array.update(sharding=shardings.get(name, everywhere))
+    flat = {
+        path: jax.ShapeDtypeStruct(
+            leaf.shape, forward_dtype(path, decoder), sharding=shardings[path]
+        )
+        for path, leaf in sharding.flatten(sharding.unbox(boxed)).items()
+    }
     return Model(decoder, unflatten_dict(flat, sep="/"))
 
 
@@ -89,10 +76,11 @@ def load_teacher(config: Config, policy: DecoderConfig, mesh: jax.sharding.Mesh)
         load_huggingface.load_params(folder, whole, mesh, field=FIELD, cast=True)
     )
     abstract = abstract_teacher(config, policy, mesh)
-    targets = sharding.flatten(abstract.params)
-    for path in list(flat):  # one at a time, to free each array that is replaced
-        convert = functools.partial(_convert, config, path, targets[path].shape)
-        places = {n: targets[n].sharding for n in (path, path + SCALE) if n in targets}
-        if len(places) > 1 or flat[path].shape != targets[path].shape:
-            flat |= jax.jit(convert, out_shardings=places)(flat.pop(path))
+    for path, target in sharding.flatten(abstract.params).items():
+        if flat[path].shape != target.shape:
+
+            def cut(array: jax.Array, shape: tuple[int, ...] = target.shape) -> jax.Array:
+                return array[tuple(map(slice, shape))]
+
+            flat[path] = jax.jit(cut, out_shardings=target.sharding)(flat.pop(path))
     return Model(abstract.decoder, unflatten_dict(flat, sep="/"))
