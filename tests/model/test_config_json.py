@@ -79,7 +79,7 @@ def test_a_config_that_only_names_its_class_has_the_defaults_of_the_class(kind):
 
 def test_a_nested_config_may_leave_out_what_its_class_defaults():
     """All that the published Gemma 3 4B states of its text model."""
-    text = {"hidden_size": 2560, "intermediate_size": 10_240, "num_hidden_layers": 34}
+    text: dict = {"hidden_size": 2560, "intermediate_size": 10_240, "num_hidden_layers": 34}
     text |= {"model_type": "gemma3_text", "sliding_window": 1024}
     text["rope_scaling"] = {"factor": 8.0, "rope_type": "linear"}
     config = decoder_from_json({"model_type": "gemma3", "text_config": text}, "f", "model.folder")
@@ -108,6 +108,7 @@ def test_a_nested_config_may_leave_out_what_its_class_defaults():
 )
 def test_scaling_of_rotations_is_read(rope, expected):
     scaling = parse(scaled(rope)).rope_scaling
+    assert scaling is not None
     assert dataclasses.replace(scaling, attention_factor=expected.attention_factor) == expected
     assert scaling.attention_factor == pytest.approx(expected.attention_factor, rel=1e-12)
 
@@ -117,7 +118,8 @@ def test_a_number_is_checked_like_a_setting(name):
     """The message has the field, its value and what is allowed."""
     kind, allowed = NUMBERS[name]
     wrong = [-1, -math.inf, math.nan, math.inf, 10**18, 1e300, "1", True, [1], {}]
-    wrong += [allowed.at_most * 2] if kind is float else [allowed.at_most + 1, 2.0]
+    most = allowed.at_most or 0
+    wrong += [most * 2] if kind is float else [most + 1, 2.0]
     wrong += [0] * (not allowed(0))
     for value in wrong:
         with pytest.raises(ValueError, match=f"^{name} = .*: must be ") as caught:
