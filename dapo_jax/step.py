@@ -5,7 +5,7 @@ minibatches  split, packed into rows                      learner/minibatches.py
 score        log-probs of old policy and reference        learner/score_pass.py
 estimate     an advantage per token                       learner/advantages.py
 weight       a loss weight per token                      learner/minibatches.py, learner/losses.py
-update       loss = sum(loss_weights * token_loss)        learner/learners.py, learner/policy.py
+update       loss = sum(loss_weights * token_loss)        learner/update.py, learner/policy.py
 
 `run/` has the loop around the steps.
 """
@@ -15,13 +15,6 @@ import dataclasses
 import numpy as np
 
 from dapo_jax.learner.advantages import Feedback, estimate
-from dapo_jax.learner.learners import (
-    LearnerPrograms,
-    LearnerStates,
-    UpdateRecord,
-    learning_rates,
-    update,
-)
 from dapo_jax.learner.minibatches import (
     Minibatches,
     RowChoice,
@@ -32,6 +25,13 @@ from dapo_jax.learner.minibatches import (
 )
 from dapo_jax.learner.packing import RowShape
 from dapo_jax.learner.score_pass import await_scores, make_feedback, score_pass
+from dapo_jax.learner.update import (
+    LearnerPrograms,
+    LearnerStates,
+    UpdateRecord,
+    learning_rates,
+    update,
+)
 from dapo_jax.rollout.source import GroupSource, Rollout, SourceState
 
 

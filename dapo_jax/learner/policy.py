@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float
 
 from dapo_jax.config.algorithm import Algorithm, traits
@@ -29,7 +30,6 @@ from dapo_jax.learner.losses import (
     policy_loss,
     rejections,
 )
-from dapo_jax.learner.metrics import RATIO_HISTOGRAM, histogram
 from dapo_jax.learner.update import Learner, UpdateOutputs, weighted
 from dapo_jax.model.decoder import DecoderConfig, abstract_params
 from dapo_jax.model.experts import BALANCE, REPLACED, ROUTES, RouterRecords
@@ -38,7 +38,18 @@ from dapo_jax.model.logprobs import energies_of, hidden_states, logprobs_of
 from dapo_jax.runtime.registry import feature
 from dapo_jax.types.structs import present
 
-IMPORTANCE_SQUARE = "importance_square"  # for the effective sample size
+# Metrics of an update that are no means of their own: for the quantiles of the ratios, and for the
+# effective sample size.
+RATIO_HISTOGRAM, IMPORTANCE_SQUARE = "ratio_histogram", "importance_square"
+_SIZES = np.geomspace(1e-4, 20.0, 80)  # log-ratios in steps of 16 %
+EDGES = np.concatenate([-_SIZES[::-1], _SIZES])  # of the histogram
+
+
+def histogram(ratio: Float[Array, "R T"], trained: Float[Array, "R T"]) -> Mean:
+    """Count the log-ratios of trained tokens between the edges: [len(EDGES) + 1]."""
+    place = jnp.searchsorted(jnp.asarray(EDGES, ratio.dtype), jnp.log(ratio).ravel())
+    counts = jax.ops.segment_sum(trained.ravel(), place, len(EDGES) + 1)
+    return Mean(counts, trained.sum())
 
 
 def token_metrics(

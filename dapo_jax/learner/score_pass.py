@@ -20,7 +20,6 @@ from dapo_jax.learner.batches import (
     ScoredBatch,
     TokenScores,
 )
-from dapo_jax.learner.learners import LearnerPrograms, LearnerStates
 from dapo_jax.learner.losses import estimate_kl
 from dapo_jax.learner.minibatches import Minibatches, trained_tokens
 from dapo_jax.learner.packing import (
@@ -30,7 +29,7 @@ from dapo_jax.learner.packing import (
     place_tokens,
     tree_index,
 )
-from dapo_jax.learner.update import AveragedLearner, Learner
+from dapo_jax.learner.update import AveragedLearner, Learner, LearnerPrograms, LearnerStates
 from dapo_jax.runtime.clock import timed
 from dapo_jax.runtime.sharding import to_host
 from dapo_jax.types.structs import Group, present

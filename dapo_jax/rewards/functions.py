@@ -24,7 +24,6 @@ import numpy as np
 from jaxtyping import Float
 
 from dapo_jax.config.settings import open_extras
-from dapo_jax.rewards.group_rewards import TRAINER_PARTS
 from dapo_jax.runtime import registry
 from dapo_jax.runtime.user_code import describe_error, resolve
 from dapo_jax.runtime.workers.parent import LATE_FACTOR
@@ -55,6 +54,9 @@ class GroupCall(NamedTuple):
 
 
 Call = ResponseCall | GroupCall
+GYM = "gym"  # score of a reasoning-gym problem's own scorer; elsewhere 1 if correct, else 0
+TESTS = "tests"  # fraction of the tests that a program passes
+TRAINER_PARTS = ("rule", "format", "repetition", "model", "environment", GYM, TESTS)
 TOKENS = "tokens"  # optional argument: the text of each token of the response
 RESPONSE_ARGUMENTS = ResponseCall._fields[:3]
 GROUP_ARGUMENTS = GroupCall._fields[:-1]

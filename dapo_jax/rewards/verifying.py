@@ -6,8 +6,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 from dapo_jax.config.experiment import Reward
 from dapo_jax.config.settings import open_extras
-from dapo_jax.rewards.functions import PartsReply, ResponseCall, make_failure
-from dapo_jax.rewards.group_rewards import GYM
+from dapo_jax.rewards.functions import GYM, PartsReply, ResponseCall, make_failure
 from dapo_jax.runtime import registry
 from dapo_jax.runtime.user_code import resolve
 from dapo_jax.runtime.workers.parent import (

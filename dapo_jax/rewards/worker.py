@@ -80,8 +80,7 @@ def make_scores() -> Callable[[dict], dict]:
     """
     # Each thread of numpy's libraries would reserve a part of the address space.
     os.environ |= dict.fromkeys(NUMPY_THREADS, "1")
-    from dapo_jax.rewards.functions import PartsReply
-    from dapo_jax.rewards.group_rewards import GYM
+    from dapo_jax.rewards.functions import GYM, PartsReply
     from dapo_jax.rewards.verifying import ScoreRequest, find_source
     from dapo_jax.types.errors import ConfigError
     from dapo_jax.types.structs import Failure, Outcome

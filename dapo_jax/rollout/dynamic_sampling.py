@@ -73,7 +73,7 @@ def next_kept_fraction(before: float, kept: int, scored: int, wanted: int) -> fl
 
 
 class Judge(Protocol):
-    """Scorer of groups, such as `rewards.judge.Judge`; it has a handle of each pending group."""
+    """Scorer of groups, as `rewards.group_rewards` has; each pending group has a handle."""
 
     def submit(self, prompt: Prompt, completions: tuple[Completion, ...]) -> Any: ...
 

@@ -21,10 +21,9 @@ from dapo_jax.data.prompts.templates import check_chat
 from dapo_jax.data.prompts.tokenizer import Tokenizer
 from dapo_jax.learner.batches import CRITIC, REFERENCE, TEACHER
 from dapo_jax.learner.critic import RewardModel, critic_learner, scalar_config
-from dapo_jax.learner.learners import POLICY, LearnerPrograms, Model, TokenScorer
 from dapo_jax.learner.minibatches import TokenWeights, row_choice
 from dapo_jax.learner.policy import PolicySettings, policy_learner
-from dapo_jax.learner.update import AveragedLearner
+from dapo_jax.learner.update import POLICY, AveragedLearner, LearnerPrograms, Model, TokenScorer
 from dapo_jax.model import (
     cudnn_attention,
     load_huggingface,
@@ -34,7 +33,7 @@ from dapo_jax.model import (
 )
 from dapo_jax.model.decoder import DecoderConfig
 from dapo_jax.rewards.functions import find_functions, wanted_columns
-from dapo_jax.rewards.judge import Judge
+from dapo_jax.rewards.group_rewards import Judge
 from dapo_jax.rewards.pool import RewardPool
 from dapo_jax.rewards.verifying import open_verifier
 from dapo_jax.rollout.engine import PolicyEngine

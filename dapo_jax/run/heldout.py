@@ -5,7 +5,7 @@ from concurrent import futures
 from typing import Any
 
 from dapo_jax.config.experiment import Config
-from dapo_jax.rewards.judge import Pending
+from dapo_jax.rewards.group_rewards import Pending
 from dapo_jax.rewards.verifying import open_verifier
 from dapo_jax.rollout.dynamic_sampling import Starved
 from dapo_jax.rollout.sampling import SAMPLE_FOR_EVALUATION

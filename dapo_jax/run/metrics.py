@@ -5,30 +5,29 @@ import functools
 import itertools
 import math
 import operator
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Float
 
+from dapo_jax.config.algorithm import Algorithm
 from dapo_jax.config.experiment import Config
-from dapo_jax.learner.batches import CRITIC, Mean
-from dapo_jax.learner.learners import POLICY, LearnerPrograms, LearnerStates, learning_rates
-from dapo_jax.learner.metrics import (
-    add_up,
-    feedback_metrics,
-    quantiles,
-    trace_ratios,
-    trace_responses,
-)
+from dapo_jax.learner.advantages import Feedback, preference_margins
+from dapo_jax.learner.batches import CRITIC, NOT_SCORED, Mean, TrainBatch
+from dapo_jax.learner.losses import policy_loss
 from dapo_jax.learner.minibatches import row_choice
-from dapo_jax.learner.packing import fill
+from dapo_jax.learner.packing import fill, take_tokens
+from dapo_jax.learner.policy import EDGES, IMPORTANCE_SQUARE, RATIO_HISTOGRAM
+from dapo_jax.learner.update import POLICY, LearnerPrograms, LearnerStates, learning_rates
 from dapo_jax.model.decoder import DecoderConfig
 from dapo_jax.rollout.source import RolloutSource, SourceState
 from dapo_jax.run.scores import REFLECTION
 from dapo_jax.runtime.clock import Clock
-from dapo_jax.runtime.nonfinite import REASONS
-from dapo_jax.runtime.sharding import shards
+from dapo_jax.runtime.nonfinite import REASONS, is_reason
+from dapo_jax.runtime.sharding import shards, to_host
 from dapo_jax.step import StepRecord, Trainer, TrainerState, train_step
 from dapo_jax.types.structs import (
     FAILURES,
@@ -38,9 +37,13 @@ from dapo_jax.types.structs import (
     SamplerCounts,
     Trace,
     mean_or_zero,
+    present,
     repetition,
 )
 
+MIN_VARIANCE = 1e-12
+QUANTILES = {"ratio_p01": 0.01, "ratio_p50": 0.5, "ratio_p99": 0.99}
+LOW, HIGH, DUAL = 1, 2, 3  # bounds that removed the gradient of a token; 0: none
 # Metrics that have a meaning without sampling.
 OF_GIVEN_GROUPS = (
     "policy_nll entropy mean_probability gradient_norm skipped_updates learning_rate empty_updates "
@@ -80,7 +83,7 @@ def measure(config: Config, record: StepRecord, clock: Clock) -> dict[str, float
     seconds = {f"seconds_{part}": spent for part, spent in clock.seconds.items()}
     seconds["seconds_update"] = clock.total() - sum(clock.seconds.values())
     seconds["seconds_rollout"] = rollouts.seconds  # also of rollouts made ahead
-    values = _ratio_metrics(record, policy) | add_up(policy) | add_up(critic) | host_values
+    values = _ratio_metrics(policy) | add_up(policy) | add_up(critic) | host_values
     if rollouts.counts is None:
         values = {name: value for name, value in values.items() if name in OF_GIVEN_GROUPS}
     else:
@@ -110,12 +113,15 @@ def _host_metrics(config: Config, record: StepRecord) -> dict[str, float]:
     return values
 
 
-def _ratio_metrics(record: StepRecord, means: list[dict[str, Mean]]) -> dict[str, float]:
-    """Return the quantiles of the ratios and the effective sample size of the policy's updates."""
-    updates = [update for update in record.updates if update.learner == POLICY]
-    fetched = jax.device_get([(u.ratio_histogram, u.importance_square) for u in updates])
-    histograms = [histogram.total for histogram, _ in fetched if histogram is not None]
-    squares = [square for _, square in fetched if square is not None]
+def _ratio_metrics(means: list[dict[str, Mean]]) -> dict[str, float]:
+    """Return the quantiles of the ratios and the effective sample size of the policy's updates.
+
+    What they are computed of is taken out of the means.
+    """
+    histograms = [
+        update.pop(RATIO_HISTOGRAM).total for update in means if RATIO_HISTOGRAM in update
+    ]
+    squares = [update.pop(IMPORTANCE_SQUARE) for update in means if IMPORTANCE_SQUARE in update]
     values = quantiles(np.sum(histograms, axis=0)) if histograms else {}
     if squares:
         square = functools.reduce(operator.add, squares).value()
@@ -144,6 +150,87 @@ def trace(config: Config, record: StepRecord) -> dict[int, list[Trace]]:
         group.prompt.index: list(itertools.islice(rest, len(group.completions)))
         for group in record.rollouts.groups
     }
+
+
+def quantiles(counts: np.ndarray) -> dict[str, float]:
+    """Return the quantiles of the ratios by name, accurate to a bin; 1 if there is no token."""
+    if not counts.sum():
+        return dict.fromkeys(QUANTILES, 1.0)
+    # The outermost bins have one edge, which stands for their middle.
+    middles = np.concatenate([EDGES[:1], (EDGES[1:] + EDGES[:-1]) / 2, EDGES[-1:]])
+    reached = np.cumsum(counts) / counts.sum()
+    places = {name: np.searchsorted(reached, share) for name, share in QUANTILES.items()}
+    return {name: float(np.exp(middles[place])) for name, place in places.items()}
+
+
+def trace_ratios(
+    algorithm: Algorithm, batch: TrainBatch, logprobs: Float[Array, "M R T"]
+) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Return ([n] ratios, [n] bounds) of each response; empty for those of other minibatches."""
+    rollouts = batch.scored.rollouts
+    old = present(batch.scored.old_logprobs, "old_logprobs")
+    old = jnp.where(old == NOT_SCORED, logprobs, old)
+    arrays = (logprobs, old, batch.advantages, batch.loss_weights, rollouts.segment_ids)
+    rows = [jnp.asarray(array).reshape(-1, logprobs.shape[-1]) for array in to_host(arrays)]
+    _, info = policy_loss(algorithm, *rows)
+    bounds = LOW * info["clipped_low"] + HIGH * info["clipped_high"]
+    bounds = jnp.where(info["clipped_dual"] > 0, DUAL, bounds)
+    index = np.asarray(rollouts.response_index)
+    ratios = take_tokens(np.asarray(info["ratio"]), index)
+    return list(zip(ratios, take_tokens(np.asarray(bounds), index), strict=True))
+
+
+def trace_responses(
+    advantages: Float[np.ndarray, "*U M R T"],
+    response_index: np.ndarray,
+    ratios: Sequence[tuple[np.ndarray, np.ndarray]] = (),
+) -> list[Trace]:
+    """Return the trace of each response, ordered by index."""
+    per_response = take_tokens(advantages, response_index)
+    means = [float(values.mean()) if values.size else 0.0 for values in per_response]
+    traced = {i: pair for i, pair in enumerate(ratios) if len(pair[0])}
+    return [Trace(mean, *traced.get(i, ())) for i, mean in enumerate(means)]
+
+
+def feedback_metrics(
+    algorithm: Algorithm, feedback: Feedback, advantages: np.ndarray, returns: np.ndarray | None
+) -> dict[str, float]:
+    """Return the spread of advantages; also metrics of a critic and of preference pairs.
+
+    Args:
+        advantages, returns: of each token, [*M, R, T]; returns are None without a critic.
+    """
+    trained = feedback.trained
+    values = {"advantage_std": float(advantages[trained].std()) if trained.any() else 0.0}
+    if returns is not None and trained.any():
+        old_values = present(feedback.values, "values")[trained]
+        variance = float(returns[trained].var())
+        unexplained = float((returns[trained] - old_values).var())
+        # Equal returns have no variance to explain.
+        explained = 1 - unexplained / variance if variance > MIN_VARIANCE else 0.0
+        values["explained_variance"] = explained
+    if feedback.reference_log_ratios is not None and algorithm.trained_responses == "pairs":
+        _, margins = preference_margins(feedback)
+        values |= preference_metrics(margins, algorithm.preference_beta)
+    return values
+
+
+def preference_metrics(margins: np.ndarray, beta: float) -> dict[str, float]:
+    """Return DPO's mean loss and the accuracy of pairs by their margins; 0 counts half."""
+    return {
+        "preference_loss": mean_or_zero(np.logaddexp(0.0, -beta * margins)),
+        "preference_accuracy": mean_or_zero((np.sign(margins) + 1) / 2),
+    }
+
+
+def add_up(updates: list[dict[str, Mean]]) -> dict[str, float]:
+    """Return the means of a step over its updates; a reason to skip an update only if above 0."""
+    means = {}
+    for name in updates[0] if updates else ():
+        mean = sum((update[name] for update in updates[1:]), updates[0][name]).value()
+        if mean or not is_reason(name):
+            means[name] = mean
+    return means
 
 
 def response_metrics(groups: list[Group]) -> dict[str, float]:

@@ -13,8 +13,8 @@ from rich.markup import escape
 
 from dapo_jax.config.experiment import Config, Packing
 from dapo_jax.config.rates import choose_rates
-from dapo_jax.learner.learners import POLICY, LearnerStates, optimizers
 from dapo_jax.learner.packing import RowShape
+from dapo_jax.learner.update import POLICY, LearnerStates, optimizers
 from dapo_jax.model.load_huggingface import fingerprint
 from dapo_jax.model.trainable import parameter_count
 from dapo_jax.rollout.dynamic_sampling import Starved

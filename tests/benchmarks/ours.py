@@ -37,8 +37,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 import dapo_jax
 from dapo_jax.learner.batches import ScoredBatch, TrainBatch
-from dapo_jax.learner.learners import LearnerStates
 from dapo_jax.learner.packing import Segment, pack
+from dapo_jax.learner.update import LearnerStates
 from dapo_jax.model import save_huggingface
 from dapo_jax.model.decoder import DecoderConfig, init_params
 from dapo_jax.rollout import engine_programs

@@ -70,7 +70,7 @@ class Ours:
 
     def measure(self) -> None:
         """Time steps; write prompts, and tokens, advantages and gradient of the first minibatch."""
-        from dapo_jax.learner.learners import LearnerStates
+        from dapo_jax.learner.update import LearnerStates
         from dapo_jax.rollout.source import SourceState
         from dapo_jax.run.build import build
         from dapo_jax.step import TrainerState

@@ -18,7 +18,7 @@ from scripted_sampler import ScriptedSampler
 from dapo_jax.config.experiment import Config, Data, Rollout
 from dapo_jax.data.prompt_stream import PromptStream
 from dapo_jax.extras.arithmetic import arithmetic_tokenizer
-from dapo_jax.rewards.judge import Judge
+from dapo_jax.rewards.group_rewards import Judge
 from dapo_jax.rollout.dynamic_sampling import Collection, collect
 from dapo_jax.types.structs import CollectedGroups, Verdict
 

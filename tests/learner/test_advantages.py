@@ -18,7 +18,7 @@ from dapo_jax.learner.advantages import (
     gather_feedback,
     whiten,
 )
-from dapo_jax.learner.metrics import feedback_metrics
+from dapo_jax.run.metrics import feedback_metrics
 
 RNG = np.random.default_rng(0)
 EXACT = {"rtol": 1e-6, "atol": 1e-9}

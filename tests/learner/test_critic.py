@@ -15,11 +15,11 @@ from dapo_jax.config.rates import choose_rates
 from dapo_jax.learner.advantages import gather_feedback
 from dapo_jax.learner.batches import TrainState
 from dapo_jax.learner.critic import scalar_config
-from dapo_jax.learner.learners import LearnerStates, learning_rates
-from dapo_jax.learner.metrics import feedback_metrics
+from dapo_jax.learner.update import LearnerStates, learning_rates
 from dapo_jax.model import load_huggingface, save_huggingface
 from dapo_jax.rollout.source import SourceState
 from dapo_jax.run.build import build
+from dapo_jax.run.metrics import feedback_metrics
 from dapo_jax.run.run import train
 from dapo_jax.step import TrainerState
 from dapo_jax.types.errors import ConfigError

@@ -14,10 +14,10 @@ from dapo_jax.config.algorithms import dapo
 from dapo_jax.learner.advantages import Estimates, estimate
 from dapo_jax.learner.batches import ScoredBatch
 from dapo_jax.learner.losses import LOSS_WEIGHTS, TRAINED_RESPONSES, response_weights
-from dapo_jax.learner.metrics import feedback_metrics
 from dapo_jax.learner.minibatches import Minibatches, make_batch
 from dapo_jax.learner.packing import Segment, pack
 from dapo_jax.learner.score_pass import make_feedback
+from dapo_jax.run.metrics import feedback_metrics
 from dapo_jax.types.structs import Completion
 
 EXACT = {"rtol": 1e-6, "atol": 1e-12}

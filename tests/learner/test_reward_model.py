@@ -13,7 +13,7 @@ from safetensors.numpy import load_file, save_file
 from dapo_jax.config.experiment import Config, Model, Packing, Reward
 from dapo_jax.learner.critic import scalar_config
 from dapo_jax.model.logprobs import Rows, scalars_after
-from dapo_jax.rewards.judge import Judge
+from dapo_jax.rewards.group_rewards import Judge
 from dapo_jax.rewards.pool import RewardPool
 from dapo_jax.run.build import load_reward_model
 from dapo_jax.types.errors import ConfigError

@@ -23,7 +23,6 @@ from learners import (
 
 from dapo_jax import algorithms
 from dapo_jax.config.experiment import Optimizer, Packing
-from dapo_jax.learner.metrics import EDGES, RATIO_HISTOGRAM
 from dapo_jax.learner.packing import (
     Segment,
     assign_rows,
@@ -34,6 +33,7 @@ from dapo_jax.learner.packing import (
     padded_microbatches,
     row_shapes,
 )
+from dapo_jax.learner.policy import EDGES, RATIO_HISTOGRAM
 from dapo_jax.learner.update import learning_rate
 from dapo_jax.model.logprobs import Rows, token_logprobs
 from dapo_jax.runtime import sharding

@@ -9,8 +9,6 @@ import pytest
 from scored import judge_groups, register
 
 from dapo_jax.config.experiment import Config, Reward
-from dapo_jax.rewards import judge as judge_module
-from dapo_jax.rewards import scorers
 from dapo_jax.rewards.functions import GroupCall, find_functions, wanted_columns
 from dapo_jax.types.errors import ConfigError
 from dapo_jax.types.structs import WantedColumns
@@ -83,8 +81,8 @@ def test_a_function_without_its_column_breaks_its_group_alone():
 
 
 def test_a_reward_that_keeps_the_run_waiting_is_named(monkeypatch, capsys):
-    monkeypatch.setattr(judge_module, "NOTICE_SECONDS", 0.5)
-    monkeypatch.setattr(scorers, "LATE_FACTOR", 1)
+    monkeypatch.setattr("dapo_jax.rewards.group_rewards.NOTICE_SECONDS", 0.5)
+    monkeypatch.setattr("dapo_jax.rewards.pool.LATE_FACTOR", 1)
 
     def hangs(prompt, response, answer):
         time.sleep(60)

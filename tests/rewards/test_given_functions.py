@@ -17,7 +17,6 @@ import pytest
 from scored import ask, register, submit
 
 from dapo_jax.config.experiment import Reward
-from dapo_jax.rewards import scorers
 from dapo_jax.rewards.pool import RewardPool
 from dapo_jax.runtime.workers import pickled_functions
 from dapo_jax.runtime.workers.pickled_functions import register_function
@@ -167,8 +166,8 @@ def test_what_failed_is_asked_once_more():
 
 
 def test_a_call_that_waits_for_ever_or_holds_up_the_others_costs_itself(monkeypatch):
-    monkeypatch.setattr(scorers, "GRACE_SECONDS", 0.5)
-    monkeypatch.setattr(scorers, "LATE_FACTOR", 1)
+    monkeypatch.setattr("dapo_jax.rewards.pool.GRACE_SECONDS", 0.5)
+    monkeypatch.setattr("dapo_jax.rewards.pool.LATE_FACTOR", 1)
 
     async def odd(prompt, response, answer):
         if response == "ever":

@@ -12,7 +12,6 @@ from scored import ask, judge_groups, say
 
 from dapo_jax.config.experiment import Config, Reward
 from dapo_jax.extras.math import algebra_process
-from dapo_jax.rewards import scorers
 from dapo_jax.rewards.group_rewards import reward_group
 from dapo_jax.rewards.pool import RewardPool
 from dapo_jax.runtime.workers import parent as process_module
@@ -83,7 +82,7 @@ def respond(text: str):
 def test_failures_are_typed_and_cost_their_own_responses(write_module, monkeypatch):
     write_module("fragile_parts", FRAGILE)
     break_verifiers(monkeypatch)
-    monkeypatch.setattr(scorers, "LATE_FACTOR", 1)
+    monkeypatch.setattr("dapo_jax.rewards.pool.LATE_FACTOR", 1)
     monkeypatch.setattr(algebra_process, "BUSY_FACTOR", 2)
     parts = "rule=1,fragile_parts:fragile=0.5"
     config = Config(reward=Reward(parts=parts, workers=4, timeout_seconds=1.0))

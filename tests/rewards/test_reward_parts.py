@@ -12,10 +12,8 @@ from scored import judge_groups, say
 
 from dapo_jax import algorithms
 from dapo_jax.config.experiment import Config, Reward, Sampler
-from dapo_jax.rewards import scorers
-from dapo_jax.rewards.functions import BUILTIN_FUNCTIONS, think_format
-from dapo_jax.rewards.group_rewards import TRAINER_PARTS, reward_group
-from dapo_jax.rewards.judge import Judge
+from dapo_jax.rewards.functions import BUILTIN_FUNCTIONS, TRAINER_PARTS, think_format
+from dapo_jax.rewards.group_rewards import Judge, reward_group
 from dapo_jax.rewards.pool import RewardPool
 from dapo_jax.rollout.dynamic_sampling import carries_signal
 from dapo_jax.run.metrics import response_metrics
@@ -263,7 +261,7 @@ GROUP_FAILURES = read_table(__file__, "group_failures")
 
 
 def test_a_function_that_fails_breaks_its_group_and_no_other(write_module, monkeypatch):
-    monkeypatch.setattr(scorers, "LATE_FACTOR", 1)
+    monkeypatch.setattr("dapo_jax.rewards.pool.LATE_FACTOR", 1)
     write_module("own", GROUP_OWN)
     config = make_config("rule=1,own:fussy=1,own:alone=1", workers=2, timeout_seconds=1.0)
     fine = ["#### 7", "#### 8"]

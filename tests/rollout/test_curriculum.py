@@ -15,8 +15,7 @@ from dapo_jax import algorithms
 from dapo_jax.config.experiment import Config, Data, Reward, Rollout
 from dapo_jax.data.prompt_stream import PromptStream
 from dapo_jax.extras.arithmetic import arithmetic_tokenizer
-from dapo_jax.rewards.group_rewards import reward_group
-from dapo_jax.rewards.judge import Judge
+from dapo_jax.rewards.group_rewards import Judge, reward_group
 from dapo_jax.rollout.curriculum import RestingPrompts, update_pools
 from dapo_jax.rollout.source import RolloutSource, SourceState
 from dapo_jax.run.identity import RunProgress

@@ -12,7 +12,7 @@ from dapo_jax import algorithms
 from dapo_jax.config.experiment import Config, Data, Reward, Rollout, Watch
 from dapo_jax.data.prompt_stream import PromptStream
 from dapo_jax.extras.arithmetic import arithmetic_tokenizer
-from dapo_jax.rewards.judge import Judge
+from dapo_jax.rewards.group_rewards import Judge
 from dapo_jax.rollout.dynamic_sampling import (
     Collection,
     Starved,

@@ -15,7 +15,7 @@ from kept_groups import differing, make_kept
 from small_runs import open_run, read_rollouts, read_rows
 
 from dapo_jax.config.experiment import Checkpoint, Mesh, Rollout
-from dapo_jax.learner import learners
+from dapo_jax.learner import update
 from dapo_jax.rollout import source
 from dapo_jax.rollout.dynamic_sampling import Starved
 from dapo_jax.rollout.sampling import SAMPLE_FOR_TRAINING
@@ -34,7 +34,7 @@ def test_the_second_step_is_sampled_by_the_policy_before_the_first_update(
 
         def note(*arguments):
             loaded.append(run.components.sampler.key)
-            return learners.update(*arguments)
+            return update.update(*arguments)
 
         monkeypatch.setattr(sys.modules["dapo_jax.step"], "update", note)
         run.step()

@@ -24,12 +24,12 @@ from dapo_jax.extras.sft import training as supervised
 from dapo_jax.extras.sft.rows import Example, Turns
 from dapo_jax.extras.sft.settings import DpoConfig, SftConfig
 from dapo_jax.extras.sft.training import as_run, train_supervised
-from dapo_jax.learner import learners
+from dapo_jax.learner import update
 from dapo_jax.learner.advantages import estimate
-from dapo_jax.learner.learners import LearnerPrograms, LearnerStates
 from dapo_jax.learner.minibatches import make_minibatches, make_train_batches, row_choice
 from dapo_jax.learner.policy import PolicySettings, policy_learner
 from dapo_jax.learner.score_pass import make_feedback, score_pass
+from dapo_jax.learner.update import LearnerPrograms, LearnerStates
 from dapo_jax.run.export import SavedPolicy
 from dapo_jax.runtime import registry
 from dapo_jax.runtime.storage.output_folder import TRAINED, replace
@@ -256,7 +256,7 @@ def test_a_killed_run_resumes_bit_for_bit_and_one_of_other_settings_starts_from_
         return kind(**settings(folder, rows, tiny_folder, **changes))
 
     whole, stopped = (config_in(tmp_path / side) for side in SIDES)
-    halfway, rates = tmp_path / "stopped/out.halfway", learners.learning_rates
+    halfway, rates = tmp_path / "stopped/out.halfway", update.learning_rates
 
     def learning_rates(config, step):
         if step == 4:

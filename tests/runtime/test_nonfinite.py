@@ -17,7 +17,7 @@ from small_runs import make_quick_config, open_run, read_rows
 
 from dapo_jax.config.experiment import Checkpoint, Config, Log, Optimizer
 from dapo_jax.config.files import read_config
-from dapo_jax.learner.learners import LearnerStates
+from dapo_jax.learner.update import LearnerStates
 from dapo_jax.model import load_huggingface, save_huggingface
 from dapo_jax.run import store
 from dapo_jax.run.run import train

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from dapo_jax.config.experiment import Config
-from dapo_jax.rewards.judge import Judge
+from dapo_jax.rewards.group_rewards import Judge
 from dapo_jax.rewards.pool import RewardPool
 from dapo_jax.runtime.workers.pickled_functions import register_function
 from dapo_jax.types.structs import Completion, Group, Prompt, Verdict

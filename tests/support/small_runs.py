@@ -28,7 +28,7 @@ from dapo_jax.config.experiment import (
 )
 from dapo_jax.extras.sft.settings import Architecture, SftConfig
 from dapo_jax.extras.sft.training import train_supervised
-from dapo_jax.learner.learners import LearnerStates
+from dapo_jax.learner.update import LearnerStates
 from dapo_jax.rewards.group_rewards import reward_group
 from dapo_jax.rollout import source
 from dapo_jax.run import checks

@@ -20,8 +20,7 @@ from typing import Any, NamedTuple
 from dapo_jax.config.experiment import Reward
 from dapo_jax.extras.code import sandbox
 from dapo_jax.extras.code.sandbox import Process, Program
-from dapo_jax.rewards.functions import ResponseCall, make_failure
-from dapo_jax.rewards.group_rewards import TESTS
+from dapo_jax.rewards.functions import TESTS, ResponseCall, make_failure
 from dapo_jax.rewards.verifying import Verifying, Workers
 from dapo_jax.types.structs import SLOW, Failure, Outcome, Verdict, WantedColumns
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from flax.traverse_util import unflatten_dict
 
 from dapo_jax.config.experiment import Config
-from dapo_jax.learner.learners import Model
+from dapo_jax.learner.update import Model
 from dapo_jax.model import load_huggingface
 from dapo_jax.model.decoder import DecoderConfig, abstract_params
 from dapo_jax.model.param_paths import forward_dtype

@@ -22,8 +22,7 @@ from dapo_jax.config.experiment import Config
 from dapo_jax.extras.plan.chips import Topology, compiler_options, target_devices
 from dapo_jax.extras.plan.published_shapes import read_shape
 from dapo_jax.learner.batches import REFERENCE, TEACHER, PackedRows, ScoredBatch, TrainBatch
-from dapo_jax.learner.learners import LearnerPrograms, Model
-from dapo_jax.learner.update import Learner
+from dapo_jax.learner.update import Learner, LearnerPrograms, Model
 from dapo_jax.model import decoder as decoders
 from dapo_jax.model import param_paths
 from dapo_jax.model.decoder import DecoderConfig

@@ -43,11 +43,9 @@ from dapo_jax.extras.sft.rows import (
     read_examples,
 )
 from dapo_jax.extras.sft.settings import GENERATED, DpoConfig, SftConfig, Supervised
-from dapo_jax.learner.learners import POLICY
-from dapo_jax.learner.metrics import preference_metrics
 from dapo_jax.learner.minibatches import split_groups
 from dapo_jax.learner.packing import pack, take_tokens
-from dapo_jax.learner.update import Learner
+from dapo_jax.learner.update import POLICY, Learner
 from dapo_jax.model import load_huggingface, peft_adapters, save_huggingface
 from dapo_jax.model.decoder import DecoderConfig, init_params
 from dapo_jax.model.trainable import choose_trained, parameter_count
@@ -67,6 +65,7 @@ from dapo_jax.run.build import (
 from dapo_jax.run.console import Progress
 from dapo_jax.run.export import adapter_folder, policy_layers
 from dapo_jax.run.identity import OtherRun, check_processes
+from dapo_jax.run.metrics import preference_metrics
 from dapo_jax.run.run import open_run
 from dapo_jax.run.sinks import Callbacks
 from dapo_jax.runtime import processes
