@@ -239,6 +239,7 @@ def sft(config: Any) -> ModelFolder:
     ...         packing=dapo_jax.Packing(row_tokens=64, rows_per_microbatch=16),
     ...     )
     ... )
+    data: 32 generated examples of arithmetic a step
     optimizer.learning_rate = 0.003 (auto: 10,400 parameters)
     optimizer.warmup_steps = 0 (auto: 2 steps)
     ...

@@ -105,14 +105,14 @@ def make_sum(split: str, seed: int, index: int) -> Problem:
             return Problem(f"{split}-{index}", text, str(numbers.sum()), "multi_digit_sums")
 
 
-def make_worked_sum(seed: int, index: int, examples: Examples) -> tuple[str, list[str]]:
-    """Return (problem text, turns) of the training split; every second turn is an observation."""
+def make_worked(source: str, seed: int, index: int, examples: Examples) -> list[str]:
+    """Return [problem, turns...] of the training split; every second turn is an observation."""
+    if source == "arithmetic":
+        return [*make_worked_example(seed, index, examples)]
     problem = make_sum("train", seed, index)
-    answer = f"#### {problem.answer}"
     rng = np.random.default_rng([seed, zlib.crc32(b"worked sums"), index])
-    if rng.random() < examples.direct_share:
-        return problem.text, [answer]
-    return problem.text, [problem.text, problem.answer, answer]
+    calls = [problem.text, problem.answer] * (rng.random() >= examples.direct_share)
+    return [problem.text, *calls, f"#### {problem.answer}"]
 
 
 def open_problems(field: str, name: str, data: Data, seed: int, split: str) -> Generated:

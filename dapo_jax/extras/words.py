@@ -15,7 +15,6 @@ The key (seed, split, index) alone decides a problem. Held-out problems are othe
 story and numbers.
 """
 
-import itertools
 import zlib
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -149,19 +148,19 @@ def make_problem(source: str, split: str, seed: int, index: int) -> Problem:
     return Problem(f"{split}-{index}", problem.text, problem.answer, source)
 
 
-def make_examples(source: str, count: int, seed: int) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield (place, row) of worked examples for a supervised run."""
+def make_rows(source: str, count: int, seed: int) -> Iterator[dict[str, Any]]:
+    """Yield worked examples for a supervised run. Raises `ConfigError` for another source."""
+    require(source in NUMBERS, "data.source", source, f"{' or '.join(NUMBERS)}")
     for index in range(count):
         problem = make_word_problem(source, "examples", seed, index)
         end = f"#### {problem.answer}"
         response: Any = "".join(f"{text}={result}\n" for text, result in problem.steps) + end
         rng = np.random.default_rng([seed, zlib.crc32(b"calls"), index])
         if source == "calculator_problems" and rng.random() < CALLS_SHARE:
-            turns = [turn for text, result in problem.steps for turn in (f"{text}=", str(result))]
-            roles = itertools.cycle(("assistant", "user"))
-            pairs = zip(roles, [*turns, end], strict=False)
-            response = [{"role": role, "content": text} for role, text in pairs]
-        yield f"example {index}", {"prompt": problem.text, "response": response}
+            turns = [*(t for text, n in problem.steps for t in (f"{text}=", str(n))), end]
+            roles = ["assistant", "user"] * len(turns)
+            response = [{"role": r, "content": t} for r, t in zip(roles, turns, strict=False)]
+        yield {"prompt": problem.text, "response": response}
 
 
 def open_problems(field: str, name: str, data: Data, seed: int, split: str) -> Generated:

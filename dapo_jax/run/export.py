@@ -90,12 +90,12 @@ class SavedPolicy:
         return flatten(params)[path]
 
 
-def check(config: ExportConfig) -> None:
+def check(config: ExportConfig, kind: str = EXPORTED) -> None:
     """Raise `ConfigError` for wrong settings, or a folder that must not be written."""
     check_settings(config)
     require(bool(config.run), "run", config.run, "the run_dir of a run")
     require(bool(config.out), "out", config.out, "the folder to write")
-    check_free("out", config.out, EXPORTED)
+    check_free("out", config.out, kind)
     check_names(config)
 
 
@@ -144,12 +144,20 @@ def adapter_folder(out: str) -> str:
     return f"{pathlib.Path(out)}.adapter"
 
 
-def export(config: ExportConfig) -> pathlib.Path:
-    """Write the model folder with its card, and return its path.
+def export(
+    config: ExportConfig,
+    kind: str = EXPORTED,
+    add: Callable[..., Any] = model_card.write_card,
+) -> pathlib.Path:
+    """Write the model folder, and return its path.
 
     The host holds only one stacked parameter and the tensors of one file. Raises `ConfigError`.
+
+    Args:
+        kind: of the output folder.
+        add: writes further files; called with folder, config, settings, step and base model.
     """
-    check(config)
+    check(config, kind)
     if pathlib.Path(config.run, peft_adapters.CONFIG).is_file():
         return _merge_adapters(config)
     policy = SavedPolicy(config.run, config.step)
@@ -166,15 +174,15 @@ def export(config: ExportConfig) -> pathlib.Path:
     require(merged or bool(decoder.adapters), "weights", config.weights, allowed)
     dtype = load_huggingface.stored_dtype(source) if config.dtype == "auto" else config.dtype
     out = pathlib.Path(config.out).absolute()
-    is_source = out.exists() and os.path.samefile(out, model_path(source))
+    is_source = out.exists() and os.path.samefile(out, model_path(source)) and kind == EXPORTED
     allowed = "another folder than the model's, which the run needs"
     require(not is_source, "out", config.out, allowed)
     trained = policy.shapes()
     base = config.base_model or model_path(source).absolute().name
     if merged and decoder.adapters:
-        with replace("out", adapter_folder(config.out), EXPORTED) as folder:
+        with replace("out", adapter_folder(config.out), kind) as folder:
             save_huggingface.save_adapters(folder, trained, policy.read, decoder, base)
-    with replace("out", config.out, EXPORTED) as folder:
+    with replace("out", config.out, kind) as folder:
         folder = present(folder, "folder")  # the command runs in one process
         if merged:
             layers = policy_layers(trained, policy.read, decoder, source)
@@ -182,10 +190,11 @@ def export(config: ExportConfig) -> pathlib.Path:
             save_huggingface.save_settings_of(source, folder, dtype)
         else:
             save_huggingface.save_adapters(folder, trained, policy.read, decoder, base)
-        model_card.write_card(folder, config, settings, policy.step, base)
+        add(folder, config, settings, policy.step, base)
     size = sum(path.stat().st_size for path in out.glob("*.safetensors"))
-    kind = dtype if merged else "float32"
-    print(f"{config.run} step {policy.step}: {size / 1e9:.3g} GB in {kind} written to {config.out}")
+    if kind == EXPORTED:
+        line = f"{config.run} step {policy.step}: {size / 1e9:.3g} GB in"
+        print(f"{line} {dtype if merged else 'float32'} written to {config.out}")
     return out
 
 

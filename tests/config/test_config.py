@@ -19,7 +19,8 @@ from dapo_jax.config.foreign_names import advice, settings_by_argument
 from dapo_jax.config.rates import choose_rates
 from dapo_jax.config.settings import leaves
 from dapo_jax.extras.serve.settings import ServeConfig
-from dapo_jax.extras.sft.settings import DpoConfig, SftConfig
+from dapo_jax.extras.sft.settings import SftConfig
+from dapo_jax.extras.sft.training import SftRun
 from dapo_jax.run import checks
 from dapo_jax.runtime.sharding import mesh_shape
 from dapo_jax.types.errors import ConfigError
@@ -319,7 +320,7 @@ def test_missing_base_names_the_command_that_makes_it():
 # --- rates that the settings leave to the program -------------------------------------------------
 
 
-KINDS = {"rl": Config, "sft": SftConfig, "dpo": DpoConfig}
+KINDS = {"rl": Config, "sft": SftRun, "dpo": Config}
 
 
 @pytest.mark.parametrize(

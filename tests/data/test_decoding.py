@@ -11,7 +11,7 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers
 from dapo_jax.data.prompts.templates import ChatTemplate
 from dapo_jax.data.prompts.tokenizer import TextStream, Tokenizer
 from dapo_jax.extras.serve.logprobs import Score, chat_logprobs, completion_logprobs
-from dapo_jax.extras.sft.rows import EXAMPLES, Writer
+from dapo_jax.extras.sft.rows import Writer
 from dapo_jax.extras.sft.settings import OwnData
 from dapo_jax.rollout.environments.transcript import Transcript
 from dapo_jax.rollout.requests import Reader
@@ -130,9 +130,9 @@ def test_an_answer_follows_its_prompt_without_another_blank(kind):
         for prompt in ("def f(x):\n    ", "x: ", "x"):
             row = {"prompt": prompt, "completion": answer}
             for template, shown in (("none", prompt), ("chat", f"user:{prompt}assistant:")):
-                writer = Writer(OwnData(template=template), tokenizer, EXAMPLES)
-                (turns,) = writer.write(row).turns
-                whole = [*turns.prompt.tolist(), *turns.response.tolist()]
+                writer = Writer(OwnData(template=template), tokenizer, "examples")
+                (group,) = writer.write(row)
+                whole = [*group.prompt.tokens.tolist(), *group.completions[0].tokens.tolist()]
                 assert tokenizer.decode(whole) == shown + answer
     tokens, _ = Transcript(tokenizer, chat=False).tokens([{"role": "user", "content": "x"}], 9)
     assert tokenizer.decode([*tokenizer.encode("hello"), *tokens]) == "hellox"

@@ -11,7 +11,7 @@ from dapo_jax.data.files import MalformedRow
 from dapo_jax.data.prompt_stream import PromptStream
 from dapo_jax.data.prompts.templates import ChatTemplate
 from dapo_jax.extras.arithmetic import arithmetic_tokenizer
-from dapo_jax.extras.sft.rows import EXAMPLES, PAIRS, Writer, endless_order, read_examples
+from dapo_jax.extras.sft.rows import Writer, endless_order, read_examples
 from dapo_jax.extras.sft.settings import OwnData
 from dapo_jax.types.errors import ConfigError
 
@@ -41,8 +41,14 @@ def own(path="", **changes) -> OwnData:
     return OwnData(source=str(path), **{"heldout_examples": 0, "bad_rows_limit": 0} | changes)
 
 
-def write(row, forms=EXAMPLES, tokenizer=None, **changes):
-    return Writer(own(**changes), tokenizer or tokenizer_with(), forms).write(row)
+def write(row, kind="examples", tokenizer=None, **changes):
+    """(prompt, response, mask of trained tokens) of each answer of a row."""
+    groups = Writer(own(**changes), tokenizer or tokenizer_with(), kind).write(row)
+    return [(g.prompt.tokens, c.tokens, c.drawn) for g in groups for c in g.completions]
+
+
+def prompts_of(examples) -> list[str]:
+    return [groups[0].prompt.text for groups in examples]
 
 
 def text_of(tokens) -> str:
@@ -53,10 +59,10 @@ def text_of(tokens) -> str:
 @pytest.mark.parametrize("begin", [False, True])
 def test_every_answer_is_learned_behind_what_the_sampler_sees(chat, parts, begin):
     tokenizer = tokenizer_with(chat, begin)
-    example = write({"messages": TALK}, tokenizer=tokenizer)
-    assert len(example.turns) == parts
+    turns = write({"messages": TALK}, tokenizer=tokenizer)
+    assert len(turns) == parts
     found = []
-    for prompt, response, trained in example.turns:
+    for prompt, response, trained in turns:
         whole, learned = np.concatenate([prompt, response]).tolist(), np.append(False, trained)
         starts = np.flatnonzero(learned[1:] & ~learned[:-1]) + len(prompt)
         ends = np.flatnonzero(learned[:-1] & ~learned[1:]) + len(prompt)
@@ -89,15 +95,15 @@ def test_one_example_in_every_form_is_the_same_tokens(template):
     rows = SAME_ROWS if template == "none" else SAME_CHATS
     prompt = "1+1?" if template == "none" else "<user>1+1?<|end|>\n<assistant>"
     for name, (row, changes) in rows.items():
-        (turns,) = write(row, **{"template": template} | changes).turns
-        assert (text_of(turns.prompt), text_of(turns.response)) == (prompt, "2<|end|>"), name
-        assert turns.trained.all()
+        ((before, response, trained),) = write(row, **{"template": template} | changes)
+        assert (text_of(before), text_of(response)) == (prompt, "2<|end|>"), name
+        assert trained.all()
 
 
 def test_a_system_message_is_the_rows_own_or_that_of_the_config():
     chat = {"template": "chat", "system_prompt": "Config."}
     for row, system, changes in read_table(__file__, "system"):
-        text = write(row, **chat | changes).text
+        text = text_of(write(row, **chat | changes)[0][0])
         assert text.startswith(f"<system>{system}<|end|>\n<user>") and text.count("<system>") == 1
 
 
@@ -117,8 +123,8 @@ def test_prompts_are_those_of_reinforcement_learning(template, begin, tmp_path):
     data = Data(source=source, heldout_problems=0, max_prompt_tokens=999, **shown)
     stream = PromptStream(data, 0, tokenizer)
     theirs = {tuple(next(stream).tokens) for _ in rows}
-    mine = read_examples(own(source, **shown), tokenizer, 999, EXAMPLES).training
-    assert {tuple(one.turns[0].prompt) for one in mine} == theirs and len(theirs) == 5
+    mine = read_examples(own(source, **shown), tokenizer, 999, "examples").training
+    assert {tuple(group.prompt.tokens) for (group,) in mine} == theirs and len(theirs) == 5
 
 
 SAME_PAIRS = dict(read_table(__file__, "same_pairs"))
@@ -127,21 +133,9 @@ SAME_PAIRS = dict(read_table(__file__, "same_pairs"))
 @pytest.mark.parametrize("name", SAME_PAIRS)
 def test_one_pair_in_every_form_is_the_same_tokens(name):
     row, changes = SAME_PAIRS[name]
-    chosen, rejected = write(row, PAIRS, **changes).turns
-    assert text_of(chosen.prompt) == text_of(rejected.prompt) == "<user>1+1?<|end|>\n<assistant>"
-    assert (text_of(chosen.response), text_of(rejected.response)) == ("2<|end|>", "22<|end|>")
-
-
-@pytest.mark.parametrize("begin", [False, True])
-def test_whole_texts_are_split_where_their_tokens_part(begin):
-    row = {"chosen": "Human: 1+1? Assistant: 2", "rejected": "Human: 1+1? Assistant: 3 or so"}
-    tokenizer = tokenizer_with(begin=begin)
-    chosen, rejected = write(row, PAIRS, tokenizer).turns
-    for one, name in ((chosen, "chosen"), (rejected, "rejected")):
-        whole = [*tokenizer.encode_prompt(row[name]), 256]
-        assert [*one.prompt, *one.response] == whole
-    assert text_of(chosen.response) == "2<|end|>"
-    assert text_of(rejected.response) == "3 or so<|end|>"
+    (prompt, chosen, _), (same, rejected, _) = write(row, "pairs", **changes)
+    assert text_of(prompt) == text_of(same) == "<user>1+1?<|end|>\n<assistant>"
+    assert (text_of(chosen), text_of(rejected)) == ("2<|end|>", "22<|end|>")
 
 
 MALFORMED = read_table(__file__, "malformed")
@@ -152,7 +146,7 @@ MALFORMED_PAIRS = read_table(__file__, "malformed_pairs")
 def test_a_malformed_row_says_why(row, words, changes):
     is_pair = (row, words, changes) in MALFORMED_PAIRS
     with pytest.raises(MalformedRow) as raised:
-        write(row, PAIRS if is_pair else EXAMPLES, **changes)
+        write(row, "pairs" if is_pair else "examples", **changes)
     assert words in str(raised.value)
 
 
@@ -163,33 +157,28 @@ def test_templates_that_can_not_show_an_answer_make_malformed_rows():
     with pytest.raises(MalformedRow, match="letters that the tokenizer has no token for"):
         write({"prompt": "1+1=", "response": "two"}, tokenizer=arithmetic_tokenizer())
     with pytest.raises(ConfigError, match="data.template = 'chat': the model folder has no chat"):
-        Writer(own(template="chat"), tokenizer_with(""), EXAMPLES)
+        Writer(own(template="chat"), tokenizer_with(""), "examples")
 
 
 def test_bad_rows_are_named_up_to_a_limit_and_long_ones_counted(tmp_path):
     rows = [{"prompt": f"{i}", "response": "12345678"[: i + 1]} for i in range(8)]
     source = write_lines(tmp_path / "own.jsonl", [*rows[:2], '{"prompt": 1', *rows[2:]])
     with pytest.raises(ConfigError) as raised:
-        read_examples(own(source), tokenizer_with(), 99, EXAMPLES)
+        read_examples(own(source), tokenizer_with(), 99, "examples")
     message = str(raised.value)
     assert (
         "config.data.bad_rows_limit = 0" in message and f"{source} line 3: is not JSON" in message
     )
     data = own(source, bad_rows_limit=1)
-    found = read_examples(data, tokenizer_with(), 6, EXAMPLES)  # prompt, answer and end token
-    assert [one.length for one in found.training] == [3, 4, 5, 6]
+    found = read_examples(data, tokenizer_with(), 6, "examples")  # prompt, answer and end token
+    assert prompts_of(found.training) == ["0", "1", "2", "3"]
     assert "4 examples of 9 rows (1 malformed), 14 tokens to learn. Held out: 0" in found.notes
-    assert "line 3" in found.warnings[0]
-    assert "4 of 9 examples exceed packing.row_tokens = 6 (0 cut, 4 dropped)" in found.warnings[1]
-    assert "the longest has 10 tokens" in found.warnings[1]
-    data.overlong = "cut"
-    found = read_examples(data, tokenizer_with(), 6, EXAMPLES)
-    assert [one.length for one in found.training] == [3, 4, 5, *[6] * 5]
-    assert text_of(found.training[-1].turns[0].response) == "12345"  # and no end token
+    assert "line 3" in found.messages[0]
+    assert "4 of 9 examples exceed packing.row_tokens = 6 and are dropped" in found.messages[1]
+    assert "the longest has 10 tokens" in found.messages[1]
     for row_tokens in (2, 1):
-        data.overlong = "drop"
         with pytest.raises(ConfigError, match="holds no examples: .*line 3.*8 of 9 examples exc"):
-            read_examples(data, tokenizer_with(), row_tokens, EXAMPLES)
+            read_examples(data, tokenizer_with(), row_tokens, "examples")
 
 
 def test_held_out_prompts_are_never_trained_on_whatever_the_order(tmp_path):
@@ -198,21 +187,20 @@ def test_held_out_prompts_are_never_trained_on_whatever_the_order(tmp_path):
     found = []
     for order in (rows, rows[::-1]):
         source = write_lines(tmp_path / "own.jsonl", order)
-        one = read_examples(own(source, heldout_examples=30), tokenizer_with(), 99, EXAMPLES)
-        training, heldout = ({e.text.replace(" ", "") for e in part} for part in one[1:3])
-        assert not training & heldout and len(one.training) + len(one.heldout) == 100
-        assert len(one.heldout) == 30
+        one = read_examples(own(source, heldout_examples=30), tokenizer_with(), 99, "examples")
+        parts = one.training, one.evaluation
+        training, heldout = ({t.replace(" ", "") for t in prompts_of(part)} for part in parts)
+        assert not training & heldout and [*map(len, parts)] == [70, 30]
         found.append(heldout)
     assert found[0] == found[1]
     sizes = {count: (own(source, heldout_examples=count)) for count in (-1, 99, 100)}
-    assert len(read_examples(sizes[-1], tokenizer_with(), 99, EXAMPLES).heldout) == 5
-    assert read_examples(sizes[99], tokenizer_with(), 99, EXAMPLES).training
+    assert len(read_examples(sizes[-1], tokenizer_with(), 99, "examples").evaluation) == 5
+    assert read_examples(sizes[99], tokenizer_with(), 99, "examples").training
     with pytest.raises(ConfigError, match="heldout_examples = 100: must be below the 100 examples"):
-        read_examples(sizes[100], tokenizer_with(), 99, EXAMPLES)
+        read_examples(sizes[100], tokenizer_with(), 99, "examples")
     source = write_lines(tmp_path / "same.jsonl", [ROW] * 40)
-    assert not read_examples(
-        own(source, heldout_examples=-1), tokenizer_with(), 99, EXAMPLES
-    ).heldout
+    same = read_examples(own(source, heldout_examples=-1), tokenizer_with(), 99, "examples")
+    assert not same.evaluation
 
 
 def test_every_pass_has_each_example_once_in_an_order_of_its_own():
@@ -256,14 +244,14 @@ def test_rows_with_tools_are_trained_with_their_schemas(content, tools):
         ({"t": talk, "tools": tools}, {"fields": "messages=t"}),
     ]
     for row, changes in rows:
-        ((prompt, response, trained),) = write(row, tokenizer=tokenizer, **changes).turns
+        ((prompt, response, trained),) = write(row, tokenizer=tokenizer, **changes)
         assert text_of(prompt) == "[add]<user> 1+1? <|end|>\n<assistant>"
         assert text_of(response[trained]) == 'x{"a": 1}<|end|>2\n<|end|>'
         assert text_of(response[~trained]) == "\n<tool><|end|>\n<assistant>"
     pair = {"prompt": talk[:3], "chosen": talk[3:], "rejected": talk[1:2], "tools": tools}
-    chosen, rejected = write(pair, PAIRS, tokenizer=tokenizer).turns
-    assert text_of(chosen.prompt) == text_of(rejected.prompt) and "[add]" in text_of(chosen.prompt)
-    assert text_of(rejected.response) == 'x{"a": 1}<|end|>'
+    (prompt, _, _), (same, rejected, _) = write(pair, "pairs", tokenizer=tokenizer)
+    assert text_of(prompt) == text_of(same) and "[add]" in text_of(prompt)
+    assert text_of(rejected) == 'x{"a": 1}<|end|>'
 
 
 def test_tools_that_are_not_shown_make_malformed_rows():
@@ -280,5 +268,5 @@ def test_tools_that_are_not_shown_make_malformed_rows():
         with pytest.raises(MalformedRow, match=words):
             write(row, tokenizer=tokenizer_with(chat))
     shown = "{% for t in tools %}{{ t.function.name }}{% endfor %}: {{ problem }}"
-    example = write(ROW | {"tools": TOOLS}, template=shown, tokenizer=tokenizer_with(""))
-    assert example.text == "add:  1+1? "
+    ((prompt, *_),) = write(ROW | {"tools": TOOLS}, template=shown, tokenizer=tokenizer_with(""))
+    assert text_of(prompt) == "add:  1+1? "

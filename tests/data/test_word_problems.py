@@ -8,12 +8,11 @@ import pytest
 
 from dapo_jax.commands import train as train_command
 from dapo_jax.config.experiment import Config, Model
-from dapo_jax.extras.sft.settings import WORD_PROBLEMS
-from dapo_jax.extras.words import make_problem, make_word_problem
+from dapo_jax.extras.words import NUMBERS, make_problem, make_word_problem
 from dapo_jax.types.errors import ConfigError
 
 
-@pytest.mark.parametrize("source", WORD_PROBLEMS)
+@pytest.mark.parametrize("source", NUMBERS)
 def test_calculations_are_right_and_lead_to_the_answer(source):
     kinds = set()
     for index in range(400):

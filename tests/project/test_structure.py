@@ -40,7 +40,7 @@ EXTRAS = {
     "report": 397,
     "samplers": 899,
     "serve": 1_286,
-    "sft": 1_013,
+    "sft": 869,
     "tinker": 1_584,
     "trackers": 142,
     "vllm": 269,
@@ -54,8 +54,6 @@ USES = {
     ("report", "plan"),
     ("serve", "tinker"),
     ("sft", "arithmetic"),
-    ("sft", "gym"),
-    ("sft", "words"),
     ("tinker", "serve"),
 }
 WALK = ROOT / "docs/architecture.md"

@@ -21,9 +21,9 @@ from dapo_jax import step
 from dapo_jax.config.experiment import Compute, Config, Lora, Optimizer, Packing
 from dapo_jax.config.validation import validate
 from dapo_jax.extras.sft import training as supervised
-from dapo_jax.extras.sft.rows import Example, Turns
+from dapo_jax.extras.sft.rows import Turns, make_group, placed
 from dapo_jax.extras.sft.settings import DpoConfig, SftConfig
-from dapo_jax.extras.sft.training import as_run, train_supervised
+from dapo_jax.extras.sft.training import as_run, train_supervised, with_logprobs
 from dapo_jax.learner import update
 from dapo_jax.learner.advantages import estimate
 from dapo_jax.learner.minibatches import make_minibatches, make_train_batches, row_choice
@@ -34,48 +34,47 @@ from dapo_jax.run.export import SavedPolicy
 from dapo_jax.runtime import registry
 from dapo_jax.runtime.storage.output_folder import TRAINED, replace
 from dapo_jax.types.errors import ConfigError
+from dapo_jax.types.structs import Group
 
 ROW_TOKENS = 20
 RNG = np.random.default_rng(5)
 
 
-def draw(size: int) -> np.ndarray:
-    return RNG.integers(2, 32, size).astype(np.int32)
+def draw(prompt: list[int], size: int, share: float = 1.0) -> Turns:
+    """Random tokens after a prompt, a share of them trained, and the last one."""
+    trained = [*(RNG.random(size - 1) < share), True]
+    return Turns("", prompt, RNG.integers(2, 32, size).tolist(), trained)
 
 
-def make_examples() -> list[Example]:
-    """Of one answer, of several with turns between them, and one in two parts."""
-    parts = []
-    for sizes in ((3, 5), (1, 1), (4, 12), (2, 9)):
-        trained = RNG.random(sizes[1]) < 0.6
-        trained[-1] = True
-        parts.append(Turns(draw(sizes[0]), draw(sizes[1]), trained))
-    return [Example("a", (parts[0],)), Example("b", (parts[1],)), Example("c", tuple(parts[2:]))]
+def make_groups() -> list[Group]:
+    """Of answers, and of several of them with turns between."""
+    sizes = ((3, 5), (1, 1), (4, 12), (2, 9))
+    groups = [make_group(draw([*range(2, 2 + prompt)], n, 0.6)) for prompt, n in sizes]
+    return [group for i, own in enumerate(groups) for group in placed([own], i)]
 
 
-def make_pairs() -> list[Example]:
-    pairs = []
-    for size, chosen, rejected in ((3, 5, 2), (1, 1, 9), (6, 7, 7)):
-        prompt = draw(size)
-        pairs.append(
-            Example("", tuple(Turns.of(prompt, draw(n)) for n in (chosen, rejected)), True)
-        )
-    return pairs
+def make_pairs() -> list[Group]:
+    sizes = ((3, 5, 2), (1, 1, 9), (6, 7, 7))
+    pairs = [make_group(*(draw([*range(2, 2 + size)], n) for n in both)) for size, *both in sizes]
+    return [group for i, own in enumerate(pairs) for group in placed([own], i)]
 
 
-def alone(params, turns: Turns):
-    """Log-probs of the response's tokens, in a row of its own."""
-    row = np.zeros(ROW_TOKENS, np.int32)
-    length = len(turns.prompt) + len(turns.response)
-    row[:length] = np.concatenate([turns.prompt, turns.response])
-    return logprobs_alone(params, row, length)[len(turns.prompt) : length]
+def alone(params, group: Group) -> list:
+    """Log-probs of the tokens of each response, in a row of its own."""
+    found = []
+    for response in group.completions:
+        row = np.zeros(ROW_TOKENS, np.int32)
+        tokens = np.concatenate([group.prompt.tokens, response.tokens])
+        row[: len(tokens)] = tokens
+        logprobs = logprobs_alone(params, row, len(tokens))
+        found.append(logprobs[len(group.prompt.tokens) : len(tokens)])
+    return found
 
 
-def gradient_of(config: Config, params, examples: list[Example], mesh):
-    """The gradient of a step on the examples, by the functions of `train_step`."""
+def gradient_of(config: Config, params, groups: list[Group], mesh):
+    """The gradient of a step on the groups, by the functions of `train_step`."""
     learner = policy_learner(PolicySettings(config.algorithm, Compute()), Optimizer(), TINY, mesh)
     states = LearnerStates(learner.start(jax.device_put(params, learner.shardings.params)))
-    groups = [group for i, example in enumerate(examples) for group in example.groups(i)]
     minibatches = make_minibatches(config, groups, row_choice(config, TINY, 1))
     scored = score_pass(config, LearnerPrograms(learner), states, minibatches)
     estimates = estimate(config.algorithm, make_feedback(config, minibatches, scored, groups))
@@ -88,15 +87,15 @@ COMMON: dict = {"packing": Packing(ROW_TOKENS, 2), "total_steps": 1}
 
 
 def test_the_gradient_is_that_of_the_cross_entropy_over_the_answers(tiny_params, one_device):
-    examples = make_examples()
-    turns = [one for example in examples for one in example.turns]
+    groups = make_groups()
+    drawn = [group.completions[0].drawn for group in groups]
 
     def loss(params):
-        total = sum((alone(params, one) * one.trained).sum() for one in turns)
-        return -total / sum(one.trained.sum() for one in turns)
+        total = sum((alone(params, g)[0] * own).sum() for g, own in zip(groups, drawn, strict=True))
+        return -total / sum(own.sum() for own in drawn)
 
-    config = as_run(SftConfig(examples_per_step=len(examples), **COMMON), 1)
-    gradient = gradient_of(config, tiny_params, examples, one_device)
+    config = as_run(SftConfig(examples_per_step=len(groups), **COMMON))
+    gradient = gradient_of(config, tiny_params, groups, one_device)
     assert_close(gradient, jax.grad(loss)(tiny_params), 1e-5)
 
 
@@ -107,14 +106,14 @@ def test_the_gradient_is_that_of_dpos_loss(tiny_params, one_device):
     )
 
     def loss(params):
-        def gain(turns):
-            return alone(params, turns).sum() - alone(other, turns).sum()
+        def margin(pair):
+            now, before = ([own.sum() for own in alone(p, pair)] for p in (params, other))
+            return now[0] - before[0] - now[1] + before[1]
 
-        margins = jnp.stack([gain(chosen) - gain(rejected) for _, (chosen, rejected), *_ in pairs])
-        return -jax.nn.log_sigmoid(beta * margins).mean()
+        return -jax.nn.log_sigmoid(beta * jnp.stack([*map(margin, pairs)])).mean()
 
-    scored = [p._replace(logprobs=[np.asarray(alone(other, t)) for t in p.turns]) for p in pairs]
-    config = as_run(DpoConfig(pairs_per_step=len(pairs), beta=beta, **COMMON), 1)
+    scored = [with_logprobs([p], iter(map(np.asarray, alone(other, p))))[0] for p in pairs]
+    config = as_run(DpoConfig(pairs_per_step=len(pairs), beta=beta, **COMMON))
     expected = jax.grad(loss)(tiny_params)
     assert_close(gradient_of(config, tiny_params, scored, one_device), expected, 1e-5)
     assert max(np.abs(leaf).max() for leaf in jax.tree.leaves(expected)) > 1e-3
@@ -143,13 +142,13 @@ def test_ctrl_c_leaves_the_earlier_folder_and_no_traceback(
     with replace("out", str(tmp_path / "out"), TRAINED) as folder:
         (folder / "config.json").write_text("the earlier one")
     source = write_lines(tmp_path / "own.jsonl", example_rows())
-    before, open_start = snapshot(tmp_path / "out"), supervised.open_start
+    before, open_tokenizer = snapshot(tmp_path / "out"), supervised.open_tokenizer
 
     def interrupted(*args):
         os.kill(os.getpid(), signal.SIGINT)
-        return open_start(*args)
+        return open_tokenizer(*args)
 
-    monkeypatch.setattr(supervised, "open_start", interrupted)
+    monkeypatch.setattr(supervised, "open_tokenizer", interrupted)
     line = [f"--config.out={tmp_path}/out", f"--config.data.source={source}"]
     monkeypatch.setattr(sys, "argv", ["sft", *line, f"--config.start={tiny_folder}"])
     assert registry.find("commands", "sft")() == 130

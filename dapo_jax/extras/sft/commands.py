@@ -1,5 +1,6 @@
 """Training on examples or pairs: `dapo-jax sft`, `dapo-jax dpo`."""
 
+import functools
 import pathlib
 
 from dapo_jax.config.validation import check_warmup
@@ -34,18 +35,15 @@ def check_folder(config: Supervised) -> None:
     """Raise `ConfigError` if the folder must not be written, or the data has no file or fields."""
     from dapo_jax.data.files import find_files
     from dapo_jax.data.sources import is_generated
-    from dapo_jax.extras.sft.rows import EXAMPLES, PAIRS, read_fields
-    from dapo_jax.runtime.storage.output_folder import PREFERRING, TRAINED, check_free
+    from dapo_jax.extras.sft.rows import read_fields
+    from dapo_jax.run.export import adapter_folder
+    from dapo_jax.runtime.storage.output_folder import check_free
 
-    read_fields(config.data, PAIRS if isinstance(config, DpoConfig) else EXAMPLES)
+    read_fields(config.data, config.kind)
     check_warmup(config)
-    kind = TRAINED if isinstance(config, SftConfig) else PREFERRING
-    check_free("out", config.out, kind)
-    if config.lora.rank:
-        from dapo_jax.run.export import adapter_folder
-
-        check_free("out", adapter_folder(config.out), kind)
-    if isinstance(config, DpoConfig) or not is_generated(config.data.source):
+    for out in [config.out, adapter_folder(config.out)][: 1 + (config.lora.rank > 0)]:
+        check_free("out", out, config.output)
+    if config.kind == "pairs" or not is_generated(config.data.source):
         find_files("data.source", config.data.source, config.data.folder, "train")
 
 
@@ -56,17 +54,15 @@ def train(config: Supervised, signals: Signals) -> pathlib.Path | None:
     return train_supervised(config, signals)
 
 
-def exit_code(config: Supervised) -> int:
-    """Train; return 0, or after a signal 128 + its number, as shells do."""
+def run(kind: type, usage: str) -> int:
+    """Run a command. Exit code 0: done; 2: wrong settings; 128 + n: stopped by signal n."""
     signals = Signals()
-    return 0 if train(config, signals) else signals.exit_code
+
+    def work(config: Supervised) -> int:
+        return 0 if train(config, signals) else signals.exit_code
+
+    return command_line.run(kind, usage, work, check_output=check_folder)
 
 
-def sft() -> int:
-    """Run `dapo-jax sft`. Exit code 0: done; 2: wrong settings; 128 + n: stopped by signal n."""
-    return command_line.run(SftConfig, SFT_USAGE, exit_code, check_output=check_folder)
-
-
-def dpo() -> int:
-    """Run `dapo-jax dpo`, with the exit codes of `sft`."""
-    return command_line.run(DpoConfig, DPO_USAGE, exit_code, check_output=check_folder)
+sft = functools.partial(run, SftConfig, SFT_USAGE)
+dpo = functools.partial(run, DpoConfig, DPO_USAGE)

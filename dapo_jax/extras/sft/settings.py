@@ -1,6 +1,6 @@
 """Settings of `dapo-jax sft` and `dapo-jax dpo`."""
 
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar
 
 from dapo_jax.config.combinations import Checks, check_table
 from dapo_jax.config.experiment import (
@@ -14,10 +14,10 @@ from dapo_jax.config.experiment import (
 )
 from dapo_jax.config.settings import part, section, setting
 from dapo_jax.config.validation import check_row_length, check_terms
+from dapo_jax.runtime.storage.output_folder import PREFERRING, TRAINED
 from dapo_jax.types.rules import AutoCount, Count, CountOr0, Positive, Range, Seed
 
 GENERATED = ("arithmetic", "multi_digit_sums")  # by position, without an end
-WORD_PROBLEMS = ("word_problems", "calculator_problems")  # generated too, as rows of a file
 OWN_EXAMPLES = """
 -> data.source!=: a file, folder or glob of rows
 -> start!=: a model folder
@@ -60,9 +60,6 @@ class OwnData:
     heldout_examples: AutoCount = setting(-1, "Examples for evaluation; -1: 1 in 20, up to 256.")
     generated_examples: Count = setting(400, "Number of generated examples.")
     passes: Positive = setting(3.0, "Passes over the examples, if total_steps is 0.")
-    overlong: Literal["drop", "cut"] = setting(
-        "drop", "Examples longer than packing.row_tokens: 'drop' them, or 'cut' their end."
-    )
 
 
 @section
@@ -70,6 +67,8 @@ class Supervised:
     """What runs on examples and on pairs have in common."""
 
     needs_file: ClassVar = False
+    kind: ClassVar[str]  # 'examples' or 'pairs'
+    output: ClassVar[str]  # kind of the folder `out`
     out: str = setting("runs/base", "Model folder to write; replaces an earlier one of sft.")
     seed: Seed = setting(0, "Random seed.")
     start: str = setting("", "Model folder to start from; empty: random weights of `architecture`.")
@@ -95,7 +94,7 @@ class SftConfig(Supervised):
         data.source!=arithmetic|multi_digit_sums -> examples. max_response_tokens
         examples.direct_share>0 -> examples.errors
     """
-    usual_rate: ClassVar = 1e-5
+    kind, output = "examples", TRAINED
     examples_per_step: Count = setting(32, "Examples per optimizer step.")
     architecture: Architecture = part(Architecture)
     examples: Examples = part(Examples)
@@ -120,7 +119,7 @@ class DpoConfig(Supervised):
     """Preference optimisation on offline pairs (`dapo-jax dpo`); writes a model folder."""
 
     combinations: ClassVar = OWN_EXAMPLES
-    usual_rate: ClassVar = 1e-6
+    kind, output = "pairs", PREFERRING
     out: str = setting("runs/dpo", "Model folder to write; replaces an earlier one of dpo.")
     start: str = setting("", "Model folder to start from.")
     reference: str = setting("", "The frozen reference policy; empty: `start`.")
