@@ -82,7 +82,7 @@ OURS: dict[str, dict[str, str]] = {
         "alerts": "dapo_jax.extras.alerts",
         "delta_net": "dapo_jax.extras.families.delta_net",
         "divergence": "dapo_jax.extras.distillation.divergence",
-        "extraction": "dapo_jax.extras.math.extraction",
+        "extraction": "dapo_jax.data.extraction",
         "gguf": "dapo_jax.extras.gguf",
         "layer_inputs": "dapo_jax.extras.families.layer_inputs",
         "mixed_layers": "dapo_jax.extras.families.mixed_layers",

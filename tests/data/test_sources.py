@@ -20,7 +20,7 @@ from dapo_jax.data.prompt_stream import PromptStream
 from dapo_jax.data.sources import Sources, parse_range, parse_sources, read_problems
 from dapo_jax.extras import arithmetic, gym
 from dapo_jax.extras.arithmetic import arithmetic_tokenizer
-from dapo_jax.extras.math.verifier import final_number
+from dapo_jax.rewards.spelling import final_number
 from dapo_jax.run.evaluate import rate_problems
 from dapo_jax.types.errors import ConfigError
 

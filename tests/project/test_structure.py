@@ -35,7 +35,7 @@ EXTRAS = {
     "init": 171,
     "jetstream": 162,
     "judge": 225,
-    "math": 4_192,
+    "math": 3_992,
     "plan": 950,
     "report": 397,
     "samplers": 899,

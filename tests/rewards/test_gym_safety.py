@@ -15,9 +15,9 @@ from gym_items import CONSTANTS, QUESTION, WITHOUT_ANSWER, every_task, gold
 from scored import ask, submit
 
 from dapo_jax.config.experiment import Reward
+from dapo_jax.data.extraction import LONGEST_ANSWER
 from dapo_jax.extras import gym
 from dapo_jax.extras.gym import EVALUATING, WON_BY_CONSTANTS, is_finite
-from dapo_jax.extras.math.extraction import LONGEST_ANSWER
 from dapo_jax.rewards.pool import RewardPool
 from dapo_jax.runtime.workers.parent import WorkerProcess
 

@@ -12,9 +12,9 @@ from scored import ask, submit
 
 from dapo_jax.config.algorithms import dapo, grpo
 from dapo_jax.config.experiment import Config, Reward, Sampler
-from dapo_jax.extras.math.verifier import final_number
 from dapo_jax.rewards.group_rewards import overlong_punishment, reward_group
 from dapo_jax.rewards.pool import RewardPool
+from dapo_jax.rewards.spelling import final_number
 from dapo_jax.runtime.workers import parent as process_module
 from dapo_jax.types.structs import Verdict
 

@@ -10,8 +10,9 @@ from collections.abc import Iterator
 import pytest
 
 import dapo_jax.extras.math
+from dapo_jax.data import extraction
 from dapo_jax.extras.math import units
-from dapo_jax.rewards import functions
+from dapo_jax.rewards import functions, spelling
 from dapo_jax.rollout.environments import builtin
 
 SHORT, LONG = 50, 400  # repeats of a piece; some 800 characters
@@ -37,6 +38,7 @@ def patterns(value) -> Iterator[re.Pattern]:
 OWN = [module.name for module in pkgutil.iter_modules(dapo_jax.extras.math.__path__)]
 MODULES = {name: importlib.import_module(f"dapo_jax.extras.math.{name}") for name in OWN}
 MODULES |= {"functions": functions, "builtin": builtin}
+MODULES |= {"extraction": extraction, "spelling": spelling}
 PATTERNS = {
     f"{module}.{name}.{i}": pattern
     for module in MODULES

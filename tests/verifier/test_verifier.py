@@ -31,8 +31,9 @@ from dapo_jax.extras.math.algebra_process import is_equivalent
 from dapo_jax.extras.math.answer_conventions import as_percentage, is_unfinished
 from dapo_jax.extras.math.answer_shape import read
 from dapo_jax.extras.math.equivalence import Decision
-from dapo_jax.extras.math.verifier import Settings, dapo, make_verifier
+from dapo_jax.extras.math.verifier import Settings, make_verifier
 from dapo_jax.rewards.pool import RewardPool
+from dapo_jax.rewards.spelling import dapo
 from dapo_jax.run.scores import answer_classes
 
 HERE = pathlib.Path(__file__).parent

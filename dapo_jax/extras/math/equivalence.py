@@ -8,13 +8,13 @@ import re
 from fractions import Fraction
 from typing import NamedTuple
 
+from dapo_jax.data.extraction import extract
 from dapo_jax.extras.math import conditions, names, numerals
 from dapo_jax.extras.math.algebra import WORK, Algebra
 from dapo_jax.extras.math.answer_shape import Node, read
 from dapo_jax.extras.math.ball_arithmetic import enclose, with_bits
 from dapo_jax.extras.math.expression_tree import Budget
 from dapo_jax.extras.math.expressions import parse
-from dapo_jax.extras.math.extraction import extract
 from dapo_jax.extras.math.normalisation import FORBIDDEN, normalise
 from dapo_jax.extras.math.problem import NO_PROBLEM, Problem
 from dapo_jax.extras.math.units import split_unit

@@ -9,7 +9,7 @@ import unicodedata
 from collections.abc import Callable
 from typing import Any
 
-from dapo_jax.extras.math.extraction import closing_brace
+from dapo_jax.data.extraction import closing_brace
 from dapo_jax.extras.math.units import SCALES, number_in_words
 
 FORBIDDEN = "\ufffd"  # stands for what must never help: it equals nothing

@@ -10,13 +10,13 @@ from typing import Any, NamedTuple
 from flint import fmpz
 
 from dapo_jax.extras.math.units import VALUES
+from dapo_jax.rewards.spelling import INTEGER, digits_of
 
 LONGEST_NUMERAL = 1_000  # characters; longer ones are compared as text
 LARGEST_EXPONENT = 1_000  # of ten
 BASES = range(2, 37)
 
-_INTEGER = r"\d{1,3}(?:,\d{3})+|\d{1,3}(?: \d{3})+|\d+"
-_DECIMAL = rf"(?:(?:{_INTEGER})(?:\.\d*)?|\.\d+)"
+_DECIMAL = rf"(?:(?:{INTEGER})(?:\.\d*)?|\.\d+)"
 _SIGN = r"(?:[-+] ?)?"
 _TERM = _SIGN + _DECIMAL
 _PART = re.compile(_TERM, re.ASCII)
@@ -29,20 +29,19 @@ _FRACTION = re.compile(
     rf"\\frac ?(?:\{{ ?({_TERM}) ?\}}|(\d)) ?(?:\{{ ?({_TERM}) ?\}}|(\d))|({_TERM}) ?/ ?({_TERM})",
     re.ASCII,
 )
-_MIXED = re.compile(rf"({_INTEGER}) ?(\\frac.+|(?<= )\d+ ?/ ?\d+)", re.ASCII)
+_MIXED = re.compile(rf"({INTEGER}) ?(\\frac.+|(?<= )\d+ ?/ ?\d+)", re.ASCII)
 _GROUPED = re.compile(r"\d{1,3}(?: \d{3})+ ?/")  # 1 000/2 is no mixed number, 2 500/600 may be one
 _SCIENTIFIC = re.compile(
     rf"(?:({_DECIMAL}) ?(?:\\times|\\cdot|\*|x) ?)?10 ?\^ ?(?:\{{ ?([-+]?\d+) ?\}}|([-+]?\d+))"
     rf"|({_DECIMAL})[eE]([-+]?\d+)",
     re.ASCII,
 )
-_DIGITS = re.compile(rf"{_SIGN}(?:{_INTEGER})", re.ASCII)
 
 
 def read_integer(text: str) -> fmpz | None:
     """Return an integer of any size; None for anything else."""
-    is_integer = _DIGITS.fullmatch(text) is not None
-    return fmpz(re.sub("[+, ]", "", text)) if is_integer else None
+    digits = digits_of(text)
+    return None if digits is None else fmpz(digits)
 
 
 def _magnitude(text: str) -> Fraction | None:

@@ -13,8 +13,9 @@ from dapo_jax.extras.math.names import has_words
 from dapo_jax.extras.math.normalisation import FORBIDDEN, normalise
 from dapo_jax.extras.math.numerals import read_integer, read_number
 from dapo_jax.extras.math.units import split_unit
-from dapo_jax.extras.math.verifier import BY_VALUE, Question, Settings, spelling
+from dapo_jax.extras.math.verifier import BY_VALUE, Question, Settings
 from dapo_jax.rewards.functions import ResponseCall
+from dapo_jax.rewards.spelling import spelling
 from dapo_jax.rewards.verifying import Reading, Verifying, Workers, verdict_of
 from dapo_jax.runtime.workers.parent import RestartingWorker
 from dapo_jax.types.structs import Verdict

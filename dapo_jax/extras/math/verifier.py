@@ -6,39 +6,18 @@ All of it reads text that a model wrote and evaluates none of it. It runs in wor
 
 import dataclasses
 import functools
-import re
 from typing import NamedTuple
 
+from dapo_jax.data.extraction import Extraction, extract
 from dapo_jax.extras.math.algebra import WORK
 from dapo_jax.extras.math.answer_conventions import as_percentage, asked_value, is_unfinished
 from dapo_jax.extras.math.equivalence import Decision, decide, gold_answer
-from dapo_jax.extras.math.extraction import LONGEST_ANSWER, Extraction, extract
-from dapo_jax.extras.math.numerals import read_integer
 from dapo_jax.extras.math.problem import read_problem
+from dapo_jax.rewards.spelling import dapo, final_number
 from dapo_jax.types.contracts import Verifier, VerifierResult
 
-LONGEST_NUMBER = 400  # characters; longer "numbers" are not answers
 LOAD = {"load": "sympy"}  # job of a worker, outside the time of a verdict
 BATCH_SECONDS = 0.25  # after which a worker leaves the rest of a batch to the next one
-
-# DAPO's released code: a label near the end, and Minerva's normalisation (arXiv 2206.14858, D.1).
-CHARACTERS_READ = 300  # from the end of a response
-_LABEL = re.compile(r"answer\s*:\s*([^\n]+)", re.IGNORECASE)
-_WRITTEN = r"an ~|a ~|.$~$|\$~|\ ~| ~|mbox~text|,\text{and}~,|\text{and}~,|\text{m}~\text{}"
-_REPLACED = [pair.split("~") for pair in _WRITTEN.split("|")]  # in this order
-_REMOVED = (
-    "square ways integers dollars mph inches hours km units \\ldots sue points feet minutes digits "
-    "cents degrees cm gm pounds meters meals edges students childrentickets multiples \\text{s} "
-    "\\text{.} \\text{\ns} \\text{}^2 \\text{}^3 \\text{\n} \\text{} \\mathrm{th} ^\\circ "
-    '^{\\circ} \\; ,\\! {,} " \\dots'
-).split(" ")
-_INNER = (
-    (re.compile(r".*?\$(.*?)\$.*", re.DOTALL), r"$\1$"),
-    *((re.compile(rf"\\{name}\{{(.*?)\}}"), r"\1") for name in ("text", "textbf", "overline")),
-    (re.compile(r"\\boxed\{(.*)\}"), r"\1"),  # greedy, unlike the others
-    (re.compile(r"frac([^{])(.)"), r"frac{\1}{\2}"),
-    (re.compile(r"sqrt([^{])"), r"sqrt{\1}"),
-)
 
 
 class Question(NamedTuple):
@@ -55,40 +34,6 @@ class Settings(NamedTuple):
     verifier: str  # one of `VERIFIERS`, or 'answer' if responses are extracted answers
     percent: str = "exact"
     unfinished: str = "right"
-
-
-def final_number(response: str, gold: str, prompt: str) -> VerifierResult:
-    """Compare exactly the integer behind the last `####` with the gold answer."""
-    _, marker, after = response.rpartition("####")
-    extracted = after.strip()
-    if not marker or not extracted or len(after) > LONGEST_NUMBER:
-        return VerifierResult(False, None, "no_marker")
-    number = read_integer(extracted)
-    correct = number is not None and number == read_integer(gold.strip())
-    return VerifierResult(correct, extracted, "direct")
-
-
-def spelling(answer: str) -> str:
-    """Return the normalised spelling of an answer; equal spellings are equal answers."""
-    answer = answer.split("=")[-1]
-    for old, new in _REPLACED:
-        answer = answer.replace(old, new)
-    for old in _REMOVED:
-        answer = answer.replace(old, "")
-    for pattern, new in _INNER:
-        answer = pattern.sub(new, answer)
-    answer = answer.replace("$", "")
-    digits = answer.replace(",", "")
-    return (digits if digits.isdigit() else answer).strip()
-
-
-def dapo(response: str, gold: str, prompt: str) -> VerifierResult:
-    """Score as DAPO's released code: the last 'Answer:' near the end, and equal spellings."""
-    answers = _LABEL.findall(response[-CHARACTERS_READ:])
-    if not answers:
-        return VerifierResult(False, None, "no_marker")
-    correct = spelling(answers[-1]) == spelling(gold)
-    return VerifierResult(correct, answers[-1][:LONGEST_ANSWER], "direct")
 
 
 @dataclasses.dataclass(frozen=True)
