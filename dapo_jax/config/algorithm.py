@@ -146,9 +146,6 @@ class Algorithm:
     distillation_clip: Below1 = setting(0.2, "The evidence is in 1 +- this.")
     distillation_coefficient: Positive = setting(1.0, "Weight of distillation.")
     distillation_beta: Unit = setting(0.5, "0: KL(teacher || policy); 1: the reverse.")
-    distillation_top_k: CountOr0 = setting(
-        0, "Compare the teacher's k likeliest tokens, and the rest as one; 0: all."
-    )
     distillation_temperature: Positive = setting(1.0, "Temperature of both models.")
     entropy_coefficient: PositiveOr0 = setting(0.0, "Weight of the entropy bonus.")
     entropy_target: PositiveOr0 = setting(

@@ -261,9 +261,8 @@ def policy_learner(
         if distilled and settings.teacher:
             teacher = params[TEACHER]
             teacher_hidden, _ = hidden_states(teacher, settings.teacher, rows.inputs)
-            kind = distilled.divergence_of(algorithm)
-            pair = params, hidden, teacher, teacher_hidden, needed
-            divergence = distilled.divergences_of(*pair, kind, chunk_tokens)
+            both = (params, teacher), (hidden, teacher_hidden)
+            divergence = distilled.divergences_of(algorithm, *both, needed, chunk_tokens)
         value, metrics = policy_objective(algorithm, batch, logprobs, entropy, divergence)
         if recorded:
             balance, router_means = router_terms(batch, records)

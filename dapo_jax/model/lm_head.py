@@ -64,21 +64,6 @@ class HeadShard:
     def largest(self, values: Array) -> Array:
         return jax.lax.pmax(values, self.vocab) if self.vocab else values
 
-    def likeliest(self, values: Float[Array, "n v"], k: int) -> Bool[Array, "n v"]:
-        """Return True at the k largest of each token's values over the whole vocabulary.
-
-        They are found by index: a compiler may round a value differently if it computes it twice.
-        """
-        size = values.shape[1]
-        best, at = jax.lax.top_k(values, min(k, size))
-        if self.vocab:
-            at += jax.lax.axis_index(self.vocab) * size
-            best, at = (jax.lax.all_gather(x, self.vocab, axis=1, tiled=True) for x in (best, at))
-            chosen = jax.lax.top_k(best, min(k, best.shape[1]))[1]
-            at = self.local(jnp.take_along_axis(at, chosen, axis=1), size)
-        rows = jnp.arange(len(values))[:, None]
-        return jnp.zeros(values.shape, bool).at[rows, at].set(True, mode="drop")
-
     def local(self, targets: Int[Array, "n ..."], size: int) -> Int[Array, "n ..."]:
         """Return indices of targets in this device's part of the vocabulary; `size` if outside."""
         if not self.vocab:

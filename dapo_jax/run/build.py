@@ -486,7 +486,7 @@ def open_prompts(
     verifier = open_verifier(config.reward, config.extras)
     columns = verifier.columns(wanted_columns(functions.values()))
     if training and config.extras.teacher.prompt:
-        named = feature("teacher_prompts").columns_of(config)
+        named = feature("teacher").columns_of(config)
         columns = columns._replace(required=columns.required | named)
     tools = tool_schemas(config.environment)
     template = config.data.template
@@ -534,7 +534,7 @@ def build(
         others = load_others(config, decoder, mesh, frozen) if training else {}
         tell = None
         if training and config.extras.teacher.prompt:
-            tell = feature("teacher_prompts").told_segments(config, prompts)
+            tell = feature("teacher").told_segments(config, prompts)
         learners = open_learners(config, decoder, mesh, frozen, others, tell)
         pool = RewardPool(config.reward, tokenizer.split, config.extras)
         model = load_reward_model(config, mesh)

@@ -91,7 +91,6 @@ OURS: dict[str, dict[str, str]] = {
         "report_command": "dapo_jax.extras.report.command",
         "supervised": "dapo_jax.extras.sft.commands",
         "teacher": "dapo_jax.extras.distillation.teacher",
-        "teacher_prompts": "dapo_jax.extras.distillation.prompts",
         "trackers": "dapo_jax.extras.trackers",
     },
 }

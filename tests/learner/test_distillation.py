@@ -15,8 +15,7 @@ from teachers import LARGE, divergence_by_definition, make_teacher, write_teache
 from dapo_jax import algorithms
 from dapo_jax.config.experiment import Checkpoint, Compute, Config, Mesh, Optimizer
 from dapo_jax.extras.distillation.divergence import Divergence
-from dapo_jax.extras.distillation.prompts import told_segments
-from dapo_jax.extras.distillation.teacher import abstract_teacher
+from dapo_jax.extras.distillation.teacher import told_segments
 from dapo_jax.learner.advantages import estimate
 from dapo_jax.learner.packing import Segment
 from dapo_jax.learner.policy import TEACHER, PolicySettings, policy_learner
@@ -73,15 +72,10 @@ def loop_loss(params, teacher, kind: Divergence):
 
 
 def test_the_update_descends_the_papers_mean_divergence(teacher, tiny_params, one_device):
-    beta, top_k = 0.5, 4
-    kind = Divergence(beta, top_k, 0.8)
-    algorithm = dataclasses.replace(
-        algorithms.gkd(),
-        distillation_beta=beta,
-        distillation_top_k=top_k,
-        distillation_temperature=0.8,
-        distillation_coefficient=2.0,
-    )
+    kind = Divergence(beta=0.5, temperature=0.8)
+    settings = {"beta": 0.5, "temperature": 0.8, "coefficient": 2.0}
+    changes = {f"distillation_{name}": value for name, value in settings.items()}
+    algorithm = dataclasses.replace(algorithms.gkd(), **changes)
     learner = make_distiller(one_device, teacher, algorithm)
     batch, used = make_batch(algorithm, segments=HOLES)
     batch = batch.replace(advantages=0 * batch.advantages)
@@ -107,18 +101,16 @@ def make(tiny_folder, teacher, run_dir, preset="gkd", **changes) -> Config:
     return make_quick_config(tiny_folder, run_dir, preset, updates=1, **given)
 
 
-def test_a_teacher_is_held_as_a_plan_of_it_says(tiny_folder, large_folder, tmp_path):
-    config = make(tiny_folder, large_folder, tmp_path, "on_policy_distillation", mesh=Mesh(2, 2, 2))
-    parts = build(config)
+def test_a_teacher_has_the_policys_vocabulary_and_its_sharding(tiny_folder, large_folder, tmp_path):
+    changes = {"preset": "on_policy_distillation", "mesh": Mesh(2, 2, 2)}
+    parts = build(make(tiny_folder, large_folder, tmp_path, **changes))
     parts.close()
-    held = sharding.flatten(parts.learners.scorers[TEACHER].params)
     mesh = parts.learners.policy.mesh
-    planned = sharding.flatten(abstract_teacher(parts.config, parts.decoder, mesh).params)
-    assert held.keys() == planned.keys()
-    for path, array in held.items():
-        assert (array.shape, array.dtype) == (planned[path].shape, planned[path].dtype)
-        assert array.sharding.is_equivalent_to(planned[path].sharding, array.ndim)
+    places = sharding.flatten(sharding.tree_shardings(mesh, abstract_params(SHAPE)))
+    held = sharding.flatten(parts.learners.scorers[TEACHER].params)
+    assert held.keys() == places.keys() and held["head"].shape[1] == parts.decoder.vocab
     for path, exact in sharding.flatten(make_teacher()).items():
+        assert held[path].sharding.is_equivalent_to(places[path], exact.ndim)
         np.testing.assert_array_equal(held[path], exact[tuple(map(slice, held[path].shape))])
 
 

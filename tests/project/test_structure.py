@@ -25,7 +25,7 @@ EXTRAS = {
     "alerts": 150,
     "arithmetic": 136,
     "code": 760,
-    "distillation": 381,
+    "distillation": 270,
     "doctor": 191,
     "environments": 450,
     "exact": 161,

@@ -30,15 +30,8 @@ def write_teacher(folder: pathlib.Path, tiny_folder: pathlib.Path, config=LARGE)
 
 
 def divergence_by_definition(teacher_logits, logits, kind):
-    """GKD's equation on distributions that are written out, the rest as one more outcome."""
+    """GKD's equation on distributions that are written out."""
     p, q = (jax.nn.softmax(x / kind.temperature) for x in (teacher_logits, logits))
-    if kind.top_k:
-        order = jnp.argsort(-p)
-        sorted_ = (jnp.take_along_axis(x, order, -1) for x in (p, q))
-        p, q = (
-            jnp.append(x[..., : kind.top_k], x[..., kind.top_k :].sum(-1, keepdims=True), -1)
-            for x in sorted_
-        )
 
     def kl(a, b):
         return jnp.sum(a * (jnp.log(a) - jnp.log(b)), -1)

@@ -96,7 +96,9 @@ def lay_out(config: Config, topology: Topology, devices: list | None = None) -> 
     frozen = unflatten_dict(untrained, sep="/")
     others = {}
     if config.algorithm.distils:
-        others[TEACHER] = feature("teacher").abstract_teacher(config, decoder, mesh, read_shape)
+        teacher = feature("teacher").read_shape(config, decoder, mesh, read_shape)
+        teacher = dataclasses.replace(teacher, vocab=decoder.vocab)
+        others[TEACHER] = Model(teacher, unflatten_dict(_abstract(teacher, mesh), sep="/"))
     if config.algorithm.reference:
         others[REFERENCE] = Model(decoder, unflatten_dict(flat, sep="/"))
     learners = build.open_learners(config, decoder, mesh, frozen, others)
