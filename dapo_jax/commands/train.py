@@ -35,7 +35,7 @@ def make_base(config: Config) -> None:
     """
     from dapo_jax.config.files import config_for_folder
     from dapo_jax.runtime.registry import feature
-    from dapo_jax.runtime.storage.paths import is_remote
+    from dapo_jax.runtime.storage.files import is_remote
 
     folder = config.model.folder
     if not folder or is_remote(folder) or pathlib.Path(folder).exists():
@@ -63,7 +63,7 @@ def work(config: Config) -> int:
     """
     from dapo_jax.run import checks
     from dapo_jax.runtime import processes
-    from dapo_jax.runtime.storage.retries import UNSAVED, NotSaved
+    from dapo_jax.runtime.storage.files import UNSAVED, NotSaved
 
     with checks.loading(config.log.console):
         from dapo_jax.run.run import train

@@ -38,7 +38,7 @@ from dapo_jax.run import command_line
 from dapo_jax.run.build import numerics
 from dapo_jax.run.metrics import take_steps
 from dapo_jax.runtime import processes, sharding
-from dapo_jax.runtime.storage.paths import folder_at, is_remote
+from dapo_jax.runtime.storage.files import folder_at, is_remote
 from dapo_jax.types.errors import ConfigError, require
 from dapo_jax.types.structs import Prompt, Verdict, present
 

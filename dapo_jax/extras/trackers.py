@@ -15,9 +15,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from dapo_jax.config.experiment import Config, Log
-from dapo_jax.runtime.storage.jsonl import AppendFile
-from dapo_jax.runtime.storage.paths import Folder, is_remote
-from dapo_jax.runtime.storage.retries import Storage
+from dapo_jax.runtime.storage.files import AppendFile, Folder, Storage, is_remote
 from dapo_jax.types.contracts import RunSink
 from dapo_jax.types.errors import ConfigError, require
 
@@ -60,9 +58,9 @@ class TensorBoardEvents(RunSink):
     """An event file of TensorBoard in `tensorboard/`."""
 
     def __init__(self, run_dir: Folder, last_row: int, storage: Storage | None = None):
-        self._storage = storage or Storage()
         name = f"events.out.tfevents.{time.time_ns()}.{socket.gethostname()}.{os.getpid()}"
-        self._file = AppendFile(run_dir / "tensorboard" / name)
+        path, warned = run_dir / "tensorboard" / name, storage or Storage()
+        self._file = AppendFile(path, warned, "TensorBoard's file")
         self._add(file_version="brain.Event:2")
         # TensorBoard then drops earlier events of the steps that are repeated.
         self._add(step=last_row + 1, session_log={"status": "START"})
@@ -79,8 +77,7 @@ class TensorBoardEvents(RunSink):
         # Protobuf creates the class when the module is imported.
         event = event_pb2.Event(wall_time=time.time(), **fields)  # pyright: ignore[reportAttributeAccessIssue]
         RecordWriter(packed).write(event.SerializeToString())
-        self._file.add(packed.getvalue())
-        self._storage.attempt("TensorBoard's file", self._file.write)
+        self._file.append(packed.getvalue())
 
 
 class WandbSink(RunSink):

@@ -21,15 +21,16 @@ from dapo_jax.run.console import Progress
 from dapo_jax.run.sinks import find_sinks
 from dapo_jax.runtime import limits, processes
 from dapo_jax.runtime.registry import feature
-from dapo_jax.runtime.storage.output_folder import RUN, check_free
-from dapo_jax.runtime.storage.paths import folder_at, is_remote
-from dapo_jax.runtime.storage.retries import (
+from dapo_jax.runtime.storage.files import (
     UNSAVED,
+    folder_at,
     is_bucket_error,
     is_refusal,
+    is_remote,
     reason,
     suppress_storage_errors,
 )
+from dapo_jax.runtime.storage.output_folder import RUN, check_free
 from dapo_jax.runtime.user_code import choose
 from dapo_jax.types.errors import ConfigError, require
 from dapo_jax.types.rules import is_own

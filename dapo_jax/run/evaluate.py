@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import functools
 import json
 import os
 import pathlib
@@ -28,11 +27,18 @@ from dapo_jax.run.sinks import response_line, stamp, write_responses
 from dapo_jax.run.store import Checkpoints
 from dapo_jax.runtime import processes
 from dapo_jax.runtime.signals import Signals
-from dapo_jax.runtime.storage.jsonl import AppendFile, read_object
+from dapo_jax.runtime.storage.files import (
+    AppendFile,
+    Folder,
+    Storage,
+    folder_at,
+    is_remote,
+    read_object,
+    reason,
+    write_text,
+)
 from dapo_jax.runtime.storage.models import model_path
 from dapo_jax.runtime.storage.output_folder import EVALUATION, RUN, claim
-from dapo_jax.runtime.storage.paths import Folder, folder_at, is_remote
-from dapo_jax.runtime.storage.retries import Storage, reason, write_text
 from dapo_jax.types.errors import ConfigError, require
 from dapo_jax.types.structs import Interrupted, Prompt, digest_json
 
@@ -74,7 +80,7 @@ class ResponseFile:
             ) from None
         if is_writable:
             self.path = folder / "responses.jsonl"
-            self._lines = AppendFile(self.path)
+            self._lines = AppendFile(self.path, self._storage, rarely=True)
             self.tidy()
 
     def _read(self, folder: Folder, settings: dict[str, Any], is_writable: bool) -> None:
@@ -111,9 +117,7 @@ class ResponseFile:
     def append(self, response: Response) -> None:
         """Add a line: on disk when this returns, on an object store soon."""
         if self.path is not None:
-            self._lines.add(response_line(response, self._stamp))
-            write = functools.partial(self._lines.write, rarely=True)
-            self._storage.attempt(self.path.name, write)
+            self._lines.append(response_line(response, self._stamp))
 
     def tidy(self) -> None:
         """Sort the lines by problem and sample."""

@@ -25,11 +25,11 @@ from dapo_jax.run.identity import frozen_content
 from dapo_jax.run.store import checkpoint_folder, newest_step, read_record, record_path, saved_steps
 from dapo_jax.runtime import processes
 from dapo_jax.runtime.sharding import flatten
-from dapo_jax.runtime.storage.models import model_path
-from dapo_jax.runtime.storage.output_folder import EXPORTED, MARK, check_free, replace
-from dapo_jax.runtime.storage.retries import (
+from dapo_jax.runtime.storage.files import (
     reason,
 )
+from dapo_jax.runtime.storage.models import model_path
+from dapo_jax.runtime.storage.output_folder import EXPORTED, MARK, check_free, replace
 from dapo_jax.runtime.text_files import read_json
 from dapo_jax.types.errors import ConfigError, require
 from dapo_jax.types.structs import present

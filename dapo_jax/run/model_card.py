@@ -16,7 +16,7 @@ from dapo_jax.config.experiment import Config, ExportConfig
 from dapo_jax.config.settings import leaves
 from dapo_jax.run.scores import reward_leads
 from dapo_jax.run.sinks import read_rows
-from dapo_jax.runtime.storage.paths import folder_at
+from dapo_jax.runtime.storage.files import folder_at
 
 # An absolute path, one that leaves the working folder, or a bucket's; the last name is a group.
 PATH = re.compile(

@@ -38,9 +38,8 @@ from dapo_jax.runtime.clock import Clock
 from dapo_jax.runtime.nonfinite import PREFIXES, check_skipped, count_skipped
 from dapo_jax.runtime.registry import feature
 from dapo_jax.runtime.signals import Signals
+from dapo_jax.runtime.storage.files import Storage, folder_at, suppress_storage_errors
 from dapo_jax.runtime.storage.output_folder import RUN, check_free, claim
-from dapo_jax.runtime.storage.paths import folder_at
-from dapo_jax.runtime.storage.retries import Storage, suppress_storage_errors
 from dapo_jax.step import Trainer, TrainerState, train_step
 from dapo_jax.types.errors import ConfigError
 from dapo_jax.types.structs import Interrupted, Prompt, SamplingRule

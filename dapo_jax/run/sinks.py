@@ -19,12 +19,14 @@ from dapo_jax.run.console import Progress
 from dapo_jax.run.scores import ENVIRONMENT, POLICY, REFLECTION, Response
 from dapo_jax.runtime import processes, registry
 from dapo_jax.runtime.signals import Signals
-from dapo_jax.runtime.storage.jsonl import AppendFile, objects, read_object, rewind
-from dapo_jax.runtime.storage.paths import Folder
-from dapo_jax.runtime.storage.retries import (
+from dapo_jax.runtime.storage.files import (
+    AppendFile,
+    Folder,
     Storage,
+    objects,
+    read_object,
     reason,
-    replacing,
+    rewind,
     suppress_storage_errors,
     write_text,
 )
@@ -85,9 +87,7 @@ class MetricRows(RunSink):
     """
 
     def __init__(self, run_dir: Folder, last_row: int, storage: Storage | None = None):
-        self._storage = storage or Storage()
-        self._file = AppendFile(run_dir / "metrics.jsonl")
-        path = self._file.path
+        storage, path = storage or Storage(), run_dir / "metrics.jsonl"
         try:
             broken = rewind(path, last_row)
         except OSError as error:
@@ -96,27 +96,22 @@ class MetricRows(RunSink):
                 f"{last_row}: {reason(error)}"
             ) from None
         if broken:
-            self._storage.warn(
+            storage.warn(
                 f"{broken} lines of {path} are no rows: they were removed, and nothing else is lost"
             )
+        self._file = AppendFile(path, storage)
 
     def on_row(self, step: int, values: dict[str, float]) -> None:
         line = {"step": step, "time": round(time.time(), 3)}
-        line |= {name: _number(value) for name, value in values.items()}
-        self._file.add(json.dumps(line).encode() + b"\n")
-        self._write()
+        self._file.append(json_line(line | {name: _number(x) for name, x in values.items()}))
 
     def read(self) -> list[dict[str, Any]]:
         """Return the rows so far, and write those that could not be written before."""
-        self._write()
+        self._file.flush()
         return read_rows(self._file.path)
 
     def close(self, failed: bool) -> None:
-        self._write()
-
-    def _write(self) -> None:
-        if self._file.waits:
-            self._storage.attempt(self._file.path.name, self._file.write)
+        self._file.flush()
 
 
 class RolloutFiles(RunSink):
@@ -136,10 +131,7 @@ class RolloutFiles(RunSink):
 
     def _write(self, step: int, collected: CollectedGroups) -> None:
         """Write the file of a step, completely or not at all, and remove those that are too old."""
-        self._folder.mkdir(parents=True, exist_ok=True)
-        with replacing(self._folder / name_of_step(step)) as file:
-            for line in self._lines(collected):
-                file.write(json.dumps(line).encode() + b"\n")
+        write_lines(self._folder / name_of_step(step), map(json_line, self._lines(collected)))
         for path in self._folder.glob("step_*.jsonl"):
             kept = self._log.rollouts_keep
             if kept and path.name <= name_of_step(step - kept):
@@ -272,10 +264,8 @@ def make_responses(group: Group) -> Iterator[Response]:
 
 def write_responses(path: Folder, responses: Iterable[Response], stamp: dict[str, Any]) -> None:
     """Write a whole file or nothing, sorted by problem and sample; `stamp` is in every line."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with replacing(path) as file:
-        for response in sorted(responses, key=lambda response: (response.index, response.sample)):
-            file.write(response_line(response, stamp))
+    responses = sorted(responses, key=lambda response: (response.index, response.sample))
+    write_lines(path, (response_line(response, stamp) for response in responses))
 
 
 def response_line(response: Response, stamp: dict[str, Any]) -> bytes:
@@ -283,7 +273,7 @@ def response_line(response: Response, stamp: dict[str, Any]) -> bytes:
     fields = dataclasses.asdict(response)
     if not response.turns:
         del fields["turns"]
-    return json.dumps(fields | stamp).encode() + b"\n"
+    return json_line(fields | stamp)
 
 
 def read_summary(folder: Folder) -> dict[str, Any]:

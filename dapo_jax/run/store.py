@@ -10,7 +10,9 @@ import dataclasses
 import functools
 import hashlib
 import json
+import logging
 import os
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar, cast
@@ -27,15 +29,16 @@ from dapo_jax.rollout.source import Journal
 from dapo_jax.run.identity import Record
 from dapo_jax.runtime import processes
 from dapo_jax.runtime.nonfinite import check_state
-from dapo_jax.runtime.storage.paths import Folder, folder_at, is_remote
-from dapo_jax.runtime.storage.retries import (
+from dapo_jax.runtime.storage.files import (
+    Folder,
     NotSaved,
     Storage,
+    folder_at,
     is_bucket_error,
+    is_remote,
     print_error,
     reason,
     replacing,
-    silence_orbax,
     storage_fault,
     suppress_storage_errors,
 )
@@ -443,3 +446,20 @@ class RolloutJournal(Journal):
 
 def _name(step: int) -> str:
     return f"step_{step:06d}"
+
+
+def silence_orbax() -> None:
+    """Silence errors that Orbax logs in each of its threads before it raises them once."""
+    before = sys.unraisablehook
+    if getattr(before, "__name__", "") == "hide_closed_loops":
+        return
+    logging.getLogger("absl").addFilter(
+        lambda record: record.levelno < logging.ERROR or "orbax" not in record.pathname
+    )
+
+    def hide_closed_loops(event: Any) -> None:
+        # TensorStore reports results that nobody awaits to a closed event loop.
+        if str(event.exc_value) != "Event loop is closed":
+            before(event)
+
+    sys.unraisablehook = hide_closed_loops

@@ -18,7 +18,7 @@ from dapo_jax.run import store
 from dapo_jax.run.export import SavedPolicy
 from dapo_jax.run.identity import Record
 from dapo_jax.run.store import Checkpoints, saved_steps
-from dapo_jax.runtime.storage.retries import NotSaved, Storage
+from dapo_jax.runtime.storage.files import NotSaved, Storage
 from dapo_jax.types.errors import ConfigError
 
 SIZE = 1000

@@ -14,8 +14,7 @@ from dapo_jax.run.evaluate import ResponseFile
 from dapo_jax.run.identity import check_same_run, run_identity
 from dapo_jax.run.run import finished
 from dapo_jax.run.sinks import MetricRows, read_rows
-from dapo_jax.runtime.storage.jsonl import rewind
-from dapo_jax.runtime.storage.retries import Storage, write_text
+from dapo_jax.runtime.storage.files import Storage, rewind, write_text
 from dapo_jax.types.errors import ConfigError
 
 # --- metrics.jsonl -----------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from small_runs import make_groups, make_quick_config, read_rows
 from dapo_jax.rollout.dynamic_sampling import recall
 from dapo_jax.run.run import train
 from dapo_jax.run.store import JOURNAL, RolloutJournal
-from dapo_jax.runtime.storage.retries import Storage
+from dapo_jax.runtime.storage.files import Storage
 
 
 class Killed(BaseException):

@@ -15,9 +15,9 @@ import pytest
 from dapo_jax.config.experiment import Config
 from dapo_jax.run.checks import guarded
 from dapo_jax.runtime.nonfinite import NotFinite
-from dapo_jax.runtime.storage import retries
+from dapo_jax.runtime.storage import files
+from dapo_jax.runtime.storage.files import MAX_WAITING, Storage
 from dapo_jax.runtime.storage.output_folder import try_bucket
-from dapo_jax.runtime.storage.retries import MAX_WAITING, Storage
 from dapo_jax.types.errors import ConfigError
 
 
@@ -37,7 +37,7 @@ def test_writes_run_in_order_and_drain_waits_for_them_and_raises_their_errors():
 
 def test_a_program_that_fails_finishes_its_writes(tmp_path):
     code = (
-        "import time\nfrom dapo_jax.runtime.storage.retries import Storage\n"
+        "import time\nfrom dapo_jax.runtime.storage.files import Storage\n"
         f"slow = lambda: time.sleep(0.3) or open({str(tmp_path / 'it')!r}, 'w').close()\n"
         "Storage().attempt_later('it', slow)\nraise SystemExit(3)"
     )
@@ -104,7 +104,7 @@ def test_a_checkpoint_that_a_bucket_takes_ends_the_wait_of_other_files(monkeypat
     """Rollouts would otherwise be lost for as long again as the outage took."""
     now, warnings = [0.0], []
     clock = types.SimpleNamespace(monotonic=lambda: now[0], sleep=lambda seconds: None)
-    monkeypatch.setattr(retries, "time", clock)
+    monkeypatch.setattr(files, "time", clock)
     storage = Storage(warnings.append)
 
     def fail():

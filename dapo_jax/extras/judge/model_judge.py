@@ -21,7 +21,7 @@ from typing import Any
 from etils import epath
 
 from dapo_jax.extras.judge.settings import JudgeSettings
-from dapo_jax.runtime.storage.retries import suppress_storage_errors, write_text
+from dapo_jax.runtime.storage.files import suppress_storage_errors, write_text
 from dapo_jax.types.structs import JudgeUnavailable
 
 JSON = {"Content-Type": "application/json"}

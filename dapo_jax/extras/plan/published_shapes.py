@@ -9,8 +9,8 @@ from typing import Any
 from dapo_jax.model import load_huggingface
 from dapo_jax.model.config_json import decoder_from_json
 from dapo_jax.model.decoder import DecoderConfig
+from dapo_jax.runtime.storage.files import is_remote
 from dapo_jax.runtime.storage.models import model_path
-from dapo_jax.runtime.storage.paths import is_remote
 from dapo_jax.types.errors import ConfigError, nearest
 
 _SHAPES: dict[str, dict[str, Any]] = json.loads(

@@ -12,7 +12,7 @@ import pathlib
 
 from dapo_jax.config.settings import section, setting
 from dapo_jax.run import command_line
-from dapo_jax.runtime.storage.paths import folder_at
+from dapo_jax.runtime.storage.files import folder_at
 from dapo_jax.types.errors import require
 
 MARK = b'<meta name="generator" content="dapo-jax report">'
@@ -44,7 +44,7 @@ def report(config: ReportConfig) -> None:
     from dapo_jax.extras.report.page import page
     from dapo_jax.extras.report.recorded_run import read_run
     from dapo_jax.extras.report.share import share
-    from dapo_jax.runtime.storage.retries import write_text
+    from dapo_jax.runtime.storage.files import write_text
 
     path = output_path(config)
     names = [glob.glob(name) or [name] for name in config.run.splitlines()]

@@ -20,8 +20,7 @@ from dapo_jax.extras.report.curves import draw, show_number
 from dapo_jax.extras.report.recorded_run import RecordedRun, read_run, sample_groups
 from dapo_jax.run.console import Progress
 from dapo_jax.run.scores import reward_leads
-from dapo_jax.runtime.storage.paths import Folder
-from dapo_jax.runtime.storage.retries import write_text
+from dapo_jax.runtime.storage.files import Folder, write_text
 from dapo_jax.runtime.user_code import describe_error
 
 PAGE = "report.html"

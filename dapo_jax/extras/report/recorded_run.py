@@ -9,8 +9,7 @@ import numpy as np
 from flax.traverse_util import flatten_dict
 
 from dapo_jax.extras.report.curves import show_number
-from dapo_jax.runtime.storage.jsonl import objects
-from dapo_jax.runtime.storage.paths import Folder, folder_at
+from dapo_jax.runtime.storage.files import Folder, folder_at, objects
 from dapo_jax.types.errors import ConfigError, require
 
 MAX_BYTES = 32_000_000  # of each rollouts file

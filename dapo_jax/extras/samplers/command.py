@@ -32,7 +32,7 @@ from dapo_jax.run.sinks import CONFIG, read_summary
 from dapo_jax.runtime import processes
 from dapo_jax.runtime.keys import post, read_key
 from dapo_jax.runtime.signals import Signals
-from dapo_jax.runtime.storage.paths import folder_at
+from dapo_jax.runtime.storage.files import folder_at
 from dapo_jax.types.errors import ConfigError
 
 PAUSE_SECONDS = 0.5  # before a sampler without work, trainer or weights tries again

@@ -17,8 +17,8 @@ from dapo_jax.rollout.sampling import SAMPLE_FOR_TRAINING
 from dapo_jax.run.build import SamplerParts
 from dapo_jax.runtime import processes
 from dapo_jax.runtime.keys import LOOPBACK, read_key
+from dapo_jax.runtime.storage.files import is_storage_error, reason, suppress_storage_errors
 from dapo_jax.runtime.storage.models import model_path
-from dapo_jax.runtime.storage.retries import is_storage_error, reason, suppress_storage_errors
 from dapo_jax.types import structs
 from dapo_jax.types.contracts import Sampler, do_nothing
 from dapo_jax.types.structs import PartialGroup, Prompt, Request, RolloutKey, SamplingRule

@@ -21,8 +21,13 @@ from safetensors.numpy import save
 from dapo_jax.model.load_huggingface import DTYPES
 from dapo_jax.rollout.weight_transfer import DecodingArrays
 from dapo_jax.runtime import processes
-from dapo_jax.runtime.storage.paths import folder_at, is_remote
-from dapo_jax.runtime.storage.retries import is_storage_error, reason, suppress_storage_errors
+from dapo_jax.runtime.storage.files import (
+    folder_at,
+    is_remote,
+    is_storage_error,
+    reason,
+    suppress_storage_errors,
+)
 
 FOLDER = "weights"
 KEPT = 2  # versions: a sampler may still read the last but one

@@ -25,8 +25,8 @@ from dapo_jax.learner.update import Learner
 from dapo_jax.model import save_huggingface
 from dapo_jax.run.export import policy_layers
 from dapo_jax.runtime.sharding import flatten, shards, to_host
+from dapo_jax.runtime.storage.files import replacing
 from dapo_jax.runtime.storage.output_folder import EXPORTED, replace
-from dapo_jax.runtime.storage.retries import replacing
 from dapo_jax.types.structs import Completion, Prompt, present
 
 MICROBATCH_TOKENS = 4096  # per gradient, padding included

@@ -13,7 +13,7 @@ from etils import epath
 from filelock import FileLock
 
 from dapo_jax.runtime import processes
-from dapo_jax.runtime.storage.retries import is_refusal, reason
+from dapo_jax.runtime.storage.files import is_refusal, reason
 from dapo_jax.types.errors import ConfigError
 
 SMALL = ("*.json", "*.jinja", "*.txt", "*.model")  # config, tokenizer, templates

@@ -9,7 +9,7 @@ from filelock import FileLock
 
 from dapo_jax.runtime.registry import feature
 from dapo_jax.runtime.storage.downloads import cached_model, local_folder
-from dapo_jax.runtime.storage.paths import is_remote
+from dapo_jax.runtime.storage.files import is_remote
 from dapo_jax.types.errors import ConfigError, check_place, nearest
 
 SHIPPED = "dapo_jax:"

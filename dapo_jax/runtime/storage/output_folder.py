@@ -16,10 +16,12 @@ from typing import NoReturn
 from filelock import FileLock, Timeout
 
 from dapo_jax.runtime import processes
-from dapo_jax.runtime.storage.paths import Folder, folder_at, is_remote
-from dapo_jax.runtime.storage.retries import (
+from dapo_jax.runtime.storage.files import (
+    Folder,
+    folder_at,
     is_bucket_error,
     is_refusal,
+    is_remote,
     reason,
     storage_fault,
     write_text,

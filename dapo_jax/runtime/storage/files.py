@@ -1,30 +1,54 @@
-"""Storage errors: one-line descriptions, retries, atomic files, and writes that may fail."""
+"""Files of a run, local or in a bucket (gs://...): whole ones, those that grow, and their errors.
+
+A file is replaced completely or not at all. A write that fails does not end a run.
+"""
 
 import collections
 import contextlib
 import errno
 import io
+import json
 import logging
 import math
 import os
 import pathlib
 import re
-import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import IO, Any
 
-from dapo_jax.runtime import processes
-from dapo_jax.runtime.storage.paths import Folder, is_remote
+import fsspec.config
+from etils import epath
 
+from dapo_jax.runtime import processes
+
+logging.getLogger("gcsfs").setLevel(logging.CRITICAL)  # it logs what it then raises
+# Other processes write into the same bucket: what a listing showed before does not count.
+fsspec.config.conf.setdefault("gcs", {}).setdefault("use_listings_cache", False)
+
+Folder = pathlib.Path | epath.Path  # local, or in a bucket
 REPEAT_SECONDS = 600.0  # between two warnings of the same kind
 MAX_WAITING = 4  # background writes; each may hold a step's responses in memory
+MAX_TIME_FRACTION = 0.05  # of the run, for an object that grows line by line
 SHOWN_CHARACTERS = 200
 UNSAVED = 74  # EX_IOERR of sysexits.h, a run's exit code
 BUCKET_CLIENTS = {"aiohttp", "fsspec", "gcsfs", "google", "requests"}  # packages
 # Errors of storage; no mistake of the program has these numbers.
 FAULTS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, errno.ESTALE)
+
+
+def is_remote(name: str | os.PathLike) -> bool:
+    """Return True for a folder in an object store. It has no locks and no renames."""
+    return "://" in str(name)
+
+
+def folder_at(name: str | os.PathLike, below: str = "") -> Folder:
+    """Return the folder `name`, or the folder `below` in it."""
+    return epath.Path(name) / below if is_remote(name) else pathlib.Path(name, below)
+
+
+# --- errors -----------------------------------------------------------------------------------
 
 
 class NotSaved(OSError):
@@ -87,6 +111,9 @@ def print_error(text: str) -> None:
         processes.print_error(f"warning: {text}")
 
 
+# --- whole files ------------------------------------------------------------------------------
+
+
 def sync_folder(folder: pathlib.Path) -> None:
     """Flush directory entries so that they survive a power loss."""
     descriptor = os.open(folder, os.O_RDONLY)
@@ -125,6 +152,122 @@ def write_text(path: Folder, text: str) -> None:
     """Replace a file by a text, completely or not at all."""
     with replacing(path) as file:
         file.write(text.encode())
+
+
+# --- lines ------------------------------------------------------------------------------------
+
+
+def read_object(line: bytes) -> dict[str, Any] | None:
+    """Return the JSON object of a line; None for anything else."""
+    try:
+        value = json.loads(line)
+    except ValueError:
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def json_line(values: Mapping[str, Any]) -> bytes:
+    """Return values as a line of JSON."""
+    return json.dumps(values).encode() + b"\n"
+
+
+def write_lines(path: Folder, lines: Iterable[bytes]) -> None:
+    """Replace a file by lines, completely or not at all; create its folder."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with replacing(path) as file:
+        file.writelines(lines)
+
+
+def objects(path: Folder, max_bytes: float = float("inf")) -> Iterator[dict[str, Any]]:
+    """Yield the JSON objects of a file of lines, from at most `max_bytes` bytes."""
+    with path.open("rb") as file:
+        for line in file:
+            max_bytes -= len(line)
+            if max_bytes < 0:
+                return
+            value = read_object(line)
+            if value is not None:
+                yield value
+
+
+def rewind(path: Folder, step: int) -> int:
+    """Remove the rows after `step`, and a line that a kill cut off.
+
+    Returns the number of other lines that are not rows; these are removed too.
+    """
+    content, rows, broken = path.read_bytes() if path.exists() else b"", [], 0
+    for line in io.BytesIO(content):
+        row = read_object(line)
+        if row is not None and type(row.get("step")) is int:
+            rows += [line.rstrip(b"\n") + b"\n"] if row["step"] <= step else []
+        elif line.strip() and line.endswith(b"\n"):
+            broken += 1
+    if b"".join(rows) != content:
+        write_lines(path, rows)
+    return broken
+
+
+class AppendFile:
+    """File that grows; after a failed write, the next one repeats its content.
+
+    An object of a store can't be appended to: it is rewritten from memory.
+
+    Args:
+        storage: warns of failed writes of `what`.
+        rarely: rewrite an object for at most `MAX_TIME_FRACTION` of the time; call `flush` at last.
+    """
+
+    def __init__(self, path: Folder, storage: "Storage", what: str = "", rarely: bool = False):
+        self.path = path
+        self._storage, self._what, self._rarely = storage, what or path.name, rarely
+        self._waiting = b""
+        self._valid_bytes = -1  # before a write that failed; -1: no write failed
+        self._content: bytes | None = None  # of an object
+        self._next_write = -math.inf  # of an object that is rewritten rarely
+
+    def append(self, content: bytes) -> None:
+        """Append content, and what could not be written before."""
+        self._waiting += content
+        if not self._rarely or time.monotonic() >= self._next_write:
+            self.flush()
+
+    def flush(self) -> None:
+        """Write what waits, completely or not at all."""
+        if self._waiting:
+            self._storage.attempt(self._what, self._write)
+
+    def _write(self) -> None:
+        if isinstance(self.path, pathlib.Path):
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._extend(self.path)
+        else:
+            started = time.monotonic()
+            if self._content is None:
+                self._content = self.path.read_bytes() if self.path.exists() else b""
+            self.path.write_bytes(self._content + self._waiting)
+            self._content += self._waiting
+            if self._rarely:
+                ended = time.monotonic()
+                self._next_write = ended + (ended - started) / MAX_TIME_FRACTION
+        self._waiting, self._valid_bytes = b"", -1
+
+    def _extend(self, path: pathlib.Path) -> None:
+        content = self._waiting
+        with path.open("ab", buffering=0) as file:
+            if self._valid_bytes >= 0:  # a failed write may have left a part
+                file.truncate(min(file.tell(), self._valid_bytes))
+            self._valid_bytes = file.seek(0, os.SEEK_END)
+            try:
+                while content:  # a full disk may take a part first
+                    content = content[file.write(content) :]
+                os.fsync(file.fileno())
+            except OSError:
+                with contextlib.suppress(OSError):
+                    file.truncate(self._valid_bytes)
+                raise
+
+
+# --- writes that may fail ---------------------------------------------------------------------
 
 
 class Storage:
@@ -193,20 +336,3 @@ class Storage:
         if what in self._warned:
             del self._warned[what]
             self.warn(f"{what} can be written again")
-
-
-def silence_orbax() -> None:
-    """Silence errors that Orbax logs in each of its threads before it raises them once."""
-    before = sys.unraisablehook
-    if getattr(before, "__name__", "") == "hide_closed_loops":
-        return
-    logging.getLogger("absl").addFilter(
-        lambda record: record.levelno < logging.ERROR or "orbax" not in record.pathname
-    )
-
-    def hide_closed_loops(event: Any) -> None:
-        # TensorStore reports results that nobody awaits to a closed event loop.
-        if str(event.exc_value) != "Event loop is closed":
-            before(event)
-
-    sys.unraisablehook = hide_closed_loops
