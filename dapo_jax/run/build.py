@@ -347,28 +347,6 @@ def load_frozen(
     return load_huggingface.load_params(folder, base, mesh, field=field, cast=True, **options)
 
 
-def load_reference(
-    config: Config, decoder: DecoderConfig, mesh: jax.sharding.Mesh, frozen: Any
-) -> Any:
-    """Return the reference policy, sharded like the policy.
-
-    A reference of the same folder shares `frozen` with the policy.
-    """
-    folder, policy = config.model.reference_folder, config.model.folder
-    if folder and folder != policy:
-        field = "model.reference_folder"
-        check_same_model(field, folder, policy, lambda shape: shape)
-        return load_whole(folder, decoder, mesh, config.seed, field)
-    return load_first(config, decoder, mesh, frozen)
-
-
-def load_first(config: Config, decoder: DecoderConfig, mesh: jax.sharding.Mesh, frozen: Any) -> Any:
-    """Return the policy before the first step, for a forward pass; it shares `frozen`."""
-    folder, adapters = config.model.folder, config.lora.folder
-    trained = load_trained(folder, decoder, mesh, config.seed, adapters, cast=True)
-    return trainable.join(frozen, trained)
-
-
 def load_whole(
     folder: str, decoder: DecoderConfig, mesh: jax.sharding.Mesh, seed: int, field: str
 ) -> Any:
@@ -380,26 +358,30 @@ def load_whole(
     return trainable.join(frozen, load_trained(folder, decoder, mesh, seed, field=field, cast=True))
 
 
-def load_teacher(
-    config: Config, decoder: DecoderConfig, mesh: jax.sharding.Mesh, frozen: Any
-) -> Model:
-    """Return the teacher: a folder's model, or the policy before the first step."""
-    if config.extras.teacher.folder:
-        return feature("teacher").load_teacher(config, decoder, mesh)
-    if config.extras.teacher.average:
-        return Model(decoder, None)  # its state is the policy's at first
-    return Model(decoder, load_first(config, decoder, mesh, frozen))
-
-
 def load_others(
     config: Config, decoder: DecoderConfig, mesh: jax.sharding.Mesh, frozen: Any
 ) -> dict[str, Model]:
-    """Return the teacher and the reference that the algorithm has, by name."""
-    others: dict[str, Model] = {}
-    if config.algorithm.distils:
-        others[TEACHER] = load_teacher(config, decoder, mesh, frozen)
+    """Return the teacher and the reference that the algorithm has, by name, sharded as the policy.
+
+    Those that are the policy before the first step share `frozen` with it.
+    """
+    policy, teacher, others = config.model.folder, config.extras.teacher, {}
+
+    def load_first() -> Any:
+        adapters = config.lora.folder
+        trained = load_trained(policy, decoder, mesh, config.seed, adapters, cast=True)
+        return trainable.join(frozen, trained)
+
+    if config.algorithm.distils and teacher.folder:
+        others[TEACHER] = feature("teacher").load_teacher(config, decoder, mesh)
+    elif config.algorithm.distils:  # the state of an averaged one is the policy's at first
+        others[TEACHER] = Model(decoder, None if teacher.average else load_first())
     if config.algorithm.reference:
-        others[REFERENCE] = Model(decoder, load_reference(config, decoder, mesh, frozen))
+        folder, field = config.model.reference_folder or policy, "model.reference_folder"
+        if is_other := folder != policy:
+            check_same_model(field, folder, policy, lambda shape: shape)
+        own = load_whole(folder, decoder, mesh, config.seed, field) if is_other else load_first()
+        others[REFERENCE] = Model(decoder, own)
     return others
 
 

@@ -11,6 +11,7 @@ import functools
 import hashlib
 import json
 import logging
+import math
 import os
 import sys
 import time
@@ -43,7 +44,7 @@ from dapo_jax.runtime.storage.files import (
     suppress_storage_errors,
 )
 from dapo_jax.types.errors import ConfigError, require
-from dapo_jax.types.structs import Group, PartialGroup, Prompt
+from dapo_jax.types.structs import Group, PartialGroup, Prompt, present
 
 T = TypeVar("T")
 
@@ -126,26 +127,26 @@ def read_record(folder: epath.Path) -> Record:
     return Record.read(content, folder)
 
 
-def newest_step(
+def read_newest(
     run_dir: str | os.PathLike,
+    read: Callable[[int, Record], T],
     warn: Callable[[str], None] = print_error,
     field: str = "run_dir",
-    before: int | None = None,  # only older ones; its `error` says why
-    error: str = "",
-) -> int | None:
-    """Return the step of the newest checkpoint whose record can be read; None without any.
+    last: float = math.inf,  # step of the newest one that counts
+) -> T | None:
+    """Return `read(step, record)` of the newest checkpoint that can be read; None without any.
 
-    Its arrays are not read. Raises `ConfigError` if there are checkpoints and none can be read.
+    Goes back a checkpoint, with a warning, while `read` raises `Unreadable`. Raises `ConfigError`
+    if there are checkpoints and none can be read.
     """
-    for step in reversed(saved_steps(run_dir)):
-        if before is not None and step >= before:
-            continue
+    error = ""
+    for step in reversed([step for step in saved_steps(run_dir) if step <= last]):
         if error:
             warn(f"{error}: step {step} is used")
         folder = checkpoint_folder(run_dir) / str(step)
         try:
-            read_together(folder, functools.partial(read_record, folder))
-            return step
+            record = read_together(folder, functools.partial(read_record, folder))
+            return read(step, record)
         except Unreadable as unreadable:
             error = str(unreadable)
     if error:
@@ -154,6 +155,11 @@ def newest_step(
             "restore one from a copy, or choose another folder"
         )
     return None
+
+
+def newest_step(run_dir: str | os.PathLike, field: str) -> int | None:
+    """Return the step of the newest checkpoint whose record can be read, as `read_newest`."""
+    return read_newest(run_dir, lambda step, record: step, field=field)
 
 
 class Checkpoints:
@@ -176,7 +182,7 @@ class Checkpoints:
         self._run_dir, self._settings = run_dir, settings
         self._folder = checkpoint_folder(run_dir)
         self._storage = storage or Storage()
-        self._step = newest_step(run_dir, self._storage.warn)
+        self._step = read_newest(run_dir, lambda step, record: step, self._storage.warn)
         self._manager: ocp.CheckpointManager | None = None  # made by the first save
         self._saving = 0  # step of the newest save
         self._is_begun = False  # that save, and not waited for
@@ -208,12 +214,13 @@ class Checkpoints:
 
         Raises `ConfigError` if none can be read.
         """
-        while True:
-            try:
-                return read(self.record())
-            except Unreadable as error:
-                older = {"before": self._step, "error": str(error)}
-                self._step = newest_step(self._run_dir, self._storage.warn, **older)
+
+        def read_step(step: int, record: Record) -> T:
+            self._step = step
+            return read(record)
+
+        warn, last = self._storage.warn, self._step or 0
+        return present(read_newest(self._run_dir, read_step, warn, last=last), "checkpoint")
 
     def record(self) -> Record:
         """Return the record of the checkpoint that is read."""
