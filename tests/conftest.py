@@ -1,5 +1,6 @@
 """Shared fixtures: eight virtual devices, a tiny model folder, a mesh of one device."""
 
+import contextlib
 import dataclasses
 import fcntl
 import gc
@@ -10,7 +11,7 @@ import re
 import shutil
 import signal
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 # XLA compiles fast, not well: most programs of the tests run once or twice.
 os.environ["XLA_FLAGS"] = (
@@ -162,11 +163,19 @@ def score_folder(tmp_path_factory, tiny_folder, score_params):
     return folder
 
 
-@pytest.fixture
-def alone(monkeypatch):
-    """The program sees one of the eight devices: cheaper where sharding is not the subject."""
+@contextlib.contextmanager
+def first_devices(count: int = 1) -> Iterator[None]:
+    """The program sees so many of the eight: cheaper where sharding is not the subject."""
     devices = jax.devices
-    monkeypatch.setattr(jax, "devices", lambda *args: devices(*args)[:1])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(jax, "devices", lambda *args: devices(*args)[:count])
+        yield
+
+
+@pytest.fixture
+def alone():
+    with first_devices():
+        yield
 
 
 @pytest.fixture
@@ -189,14 +198,12 @@ def base(tmp_path_factory):
     """The folder of a policy that knows the embedded task's format and guesses the sums."""
     from small_runs import make_small_base
 
-    devices = jax.devices
     folder = tmp_path_factory.getbasetemp() / "base"
     if together := os.environ.get("PYTEST_XDIST_TESTRUNUID"):  # one process makes it for all
         folder = folder.parents[1] / f"base_{together[:8]}"
     with open(f"{folder}.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(jax, "devices", lambda *args: devices(*args)[:1])
+        with first_devices():
             return folder if folder.is_dir() else make_small_base(folder)
 
 
@@ -214,9 +221,7 @@ def byte_engine(byte_folder):
 
     from dapo_jax.extras.serve import policy
 
-    devices = jax.devices
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(jax, "devices", lambda *args: devices(*args)[:1])
+    with first_devices():
         opened = policy.load_served(make_serve_config(byte_folder))
     policy.warm_up(opened)
     return opened

@@ -23,11 +23,13 @@ from dapo_jax.runtime.storage.files import (
     AppendFile,
     Folder,
     Storage,
+    json_line,
     objects,
     read_object,
     reason,
     rewind,
     suppress_storage_errors,
+    write_lines,
     write_text,
 )
 from dapo_jax.runtime.user_code import resolve

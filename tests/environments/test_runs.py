@@ -7,6 +7,7 @@ import re
 
 import jax
 import pytest
+from conftest import first_devices
 from row_files import read_table
 from small_runs import equal, make_quick_config, open_run, read_rollouts, read_rows
 
@@ -21,9 +22,7 @@ STEPS = 2
 
 @pytest.fixture(scope="module", autouse=True)
 def first_device():
-    devices = jax.devices
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(jax, "devices", lambda *args: devices(*args)[:1])
+    with first_devices():
         yield
 
 

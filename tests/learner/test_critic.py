@@ -6,7 +6,7 @@ import shutil
 import jax
 import numpy as np
 import pytest
-from conftest import TINY
+from conftest import TINY, first_devices
 from small_runs import equal, learn, make_groups, make_quick_config, open_run, read_rows
 
 from dapo_jax import algorithms
@@ -50,15 +50,12 @@ def make_ppo(base, run_dir) -> Config:
 def finished(base, tmp_path_factory):
     """An uninterrupted run of PPO: its folder, and policy and critic before and after each step."""
     run_dir = tmp_path_factory.mktemp("ppo")
-    with pytest.MonkeyPatch.context() as patch:
-        devices = jax.devices()
-        patch.setattr(jax, "devices", lambda *args: devices[:1])
-        with open_run(make_ppo(base, run_dir)) as run:
-            states = [host(run)]
-            while run.state.step < STEPS:
-                run.step()
-                states.append(host(run))
-            run.finish()
+    with first_devices(), open_run(make_ppo(base, run_dir)) as run:
+        states = [host(run)]
+        while run.state.step < STEPS:
+            run.step()
+            states.append(host(run))
+        run.finish()
     return run_dir, states
 
 
@@ -185,9 +182,7 @@ def assert_same(left, right):
 def grpo_parts(tiny_folder, tmp_path_factory):
     """A run of GRPO, its KL in the loss, one update per batch."""
     config = make_quick_config(tiny_folder, tmp_path_factory.mktemp("grpo"), "grpo", updates=1)
-    devices = jax.devices()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(jax, "devices", lambda *args: devices[:1])
+    with first_devices():
         parts = build(config)
     yield parts
     parts.close()

@@ -2,9 +2,9 @@
 
 import json
 
-import jax
 import numpy as np
 import pytest
+from conftest import first_devices
 from small_runs import make_quick_config, read_rollouts, read_rows
 
 from dapo_jax.config.experiment import Log, Optimizer
@@ -16,9 +16,7 @@ from dapo_jax.run.run import train
 def traced(base, tmp_path_factory):
     """A run with ratios of all trained groups, whose updates are large enough to be clipped."""
     run_dir = tmp_path_factory.mktemp("traced") / "run"
-    devices = jax.devices
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(jax, "devices", lambda *args: devices(*args)[:1])
+    with first_devices():
         log = Log(0, console=False, tensorboard=False, token_groups=4, token_ratios=True)
         optimizer = Optimizer(learning_rate=3e-2, warmup_steps=0)
         train(make_quick_config(base, run_dir, total_steps=1, log=log, optimizer=optimizer))

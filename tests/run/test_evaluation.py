@@ -6,9 +6,9 @@ import sys
 from unittest import mock
 
 import forked
-import jax
 import numpy as np
 import pytest
+from conftest import first_devices
 from small_runs import PROBLEMS, ROOT, SAMPLES, make_evaluation, run_evaluation
 
 from dapo_jax.commands.evaluate import main
@@ -42,8 +42,7 @@ def assert_same(run_dir, found, whole) -> None:
 def whole(base, tmp_path_factory):
     """An uninterrupted evaluation: its folder and its scores."""
     run_dir = tmp_path_factory.mktemp("whole")
-    devices = jax.devices
-    with mock.patch.object(jax, "devices", lambda *args: devices(*args)[:1]):
+    with first_devices():
         return run_dir, run_evaluation(make_evaluation(base, run_dir))
 
 
@@ -66,11 +65,8 @@ def test_evaluation_writes_a_line_per_response_and_a_report(whole, base):
 
 
 ENDED = """
-import os, signal, sys
-import conftest, jax
-devices = jax.devices
-jax.devices = lambda *args: devices(*args)[:1]
-import dataclasses, json
+import dataclasses, json, os, signal, sys
+from conftest import first_devices
 from small_runs import make_evaluation
 from dapo_jax.commands.evaluate import main
 from dapo_jax.run.evaluate import ResponseFile
@@ -86,7 +82,8 @@ BASE, RUN_DIR, NAME = sys.argv[1:]
 with open(RUN_DIR + "_config.json", "w") as file:
     json.dump(dataclasses.asdict(make_evaluation(BASE, RUN_DIR)), file)
 sys.argv = ["dapo-jax evaluate", RUN_DIR + "_config.json", "--model=" + BASE]
-sys.exit(main())
+with first_devices():
+    sys.exit(main())
 """
 
 

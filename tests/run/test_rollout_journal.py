@@ -9,7 +9,6 @@ import subprocess
 import sys
 import time
 
-import jax
 import numpy as np
 import pytest
 from kept_groups import SETTINGS, differing, make_kept, used, without_costs
@@ -108,11 +107,9 @@ def files_of(folder) -> list[str]:
     [("staleness", 1), pytest.param("experts", 3, marks=pytest.mark.slow)],
 )
 def test_a_step_that_kept_groups_ends_with_the_same_bits(
-    setting, kills, tiny_folder, moe_folder, score_folder, tmp_path, monkeypatch
+    setting, kills, tiny_folder, moe_folder, score_folder, tmp_path, monkeypatch, alone
 ):
     """Windows would have grown, and what waits and runs is another each time."""
-    devices = jax.devices()[:1]
-    monkeypatch.setattr(jax, "devices", lambda *args: devices)
     policy = moe_folder if setting == "experts" else tiny_folder
     make = functools.partial(make_kept, setting, policy, score_folder)
     train(make(tmp_path / "whole"))
@@ -151,14 +148,13 @@ def test_forty_kills_over_settings_change_no_bit(
     policy = str(moe_folder if setting == "experts" else tiny_folder)
     count = "2" if setting == "two devices" else "1"
     code = (
-        "import sys, conftest\n"
+        "import sys\n"
+        "from conftest import first_devices\n"
         "from kept_groups import make_kept\n"
         "from dapo_jax.run.run import train\n"
-        "import jax\n"
         "setting, *folders, count = sys.argv[1:]\n"
-        "devices = jax.devices\n"
-        "jax.devices = lambda *args: devices(*args)[: int(count)]\n"
-        "train(make_kept(setting, *folders, total_steps=3))\n"
+        "with first_devices(int(count)):\n"
+        "    train(make_kept(setting, *folders, total_steps=3))\n"
     )
 
     def start(run_dir: pathlib.Path) -> subprocess.Popen:

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import TINY
+from conftest import TINY, first_devices
 from learners import make_batch, make_learner, place
 from safetensors.numpy import load_file, save_file
 from small_runs import make_quick_config, open_run, read_rows
@@ -124,10 +124,9 @@ def stopped(base, tmp_path_factory):
         log=Log(0, tensorboard=False, report=False),
     )
     config.algorithm.token_weights = "heavy_module:heavy"
-    devices, said = jax.devices, io.StringIO()
-    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(said):
+    said = io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, first_devices(), contextlib.redirect_stdout(said):
         patch.syspath_prepend(folder)
-        patch.setattr(jax, "devices", lambda *args: devices(*args)[:1])
         with pytest.raises(NotFinite) as raised:
             train(config)
     return pathlib.Path(config.run_dir), said.getvalue().replace("\n", " "), str(raised.value)

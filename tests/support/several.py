@@ -9,7 +9,7 @@ import time
 import forked
 import jax
 import numpy as np
-import pytest
+from conftest import first_devices
 from small_runs import make_config, read_rollouts
 
 from dapo_jax.config import experiment
@@ -182,7 +182,5 @@ def train_with(base, run_dir, count: int, code: int = 0, **options: str) -> list
 
 def train_alone(base, run_dir) -> None:
     """The same in this process, which sees four of its eight devices."""
-    devices = jax.devices
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(jax, "devices", lambda *args: devices(*args)[:4])
+    with first_devices(4):
         train(make_small_config(base, run_dir))

@@ -11,9 +11,9 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-import jax
 import numpy as np
 import pytest
+from conftest import first_devices
 from forked import one_device
 from served import free_port, make_serve_config, serving
 from small_runs import ROOT
@@ -73,14 +73,12 @@ class Requests:
 @contextlib.contextmanager
 def tinker_serving(folder: pathlib.Path, state: pathlib.Path, key: str) -> Iterator[Requests]:
     """A server in a thread, on one device."""
-    devices, names = jax.devices, {"tinker_dir": str(state), "served_name": NAME}
+    names = {"tinker_dir": str(state), "served_name": NAME}
     state.with_name("key").write_text(key)
     names |= {"api_key_file": str(state.with_name("key"))}
     settings = SIZES | names | {"http_port": free_port(), "temperature": 1.0, "tinker": True}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(jax, "devices", lambda *args: devices(*args)[:1])
-        with serving(make_serve_config(folder, **settings)) as server:
-            yield Requests(server.http_port, key)
+    with first_devices(), serving(make_serve_config(folder, **settings)) as server:
+        yield Requests(server.http_port, key)
     assert not (server.error or server.failure)
 
 
