@@ -62,6 +62,12 @@ def setting_warnings(config: Config, sources: Sequence[Source]) -> Iterator[str]
                 "trained one, and algorithm.importance_cap = 0 does not correct for it; see "
                 "kl_sampler_trainer"
             )
+    converses = config.environment.name or config.environment.tools
+    if config.algorithm.observation_nll_coefficient and not converses:
+        yield (
+            "algorithm.observation_nll_coefficient has no effect without environment.name or "
+            "environment.tools: nothing is observed"
+        )
     files = [source for source in sources if not source.generated]
     functions = [name for name in config.reward.weights() if ":" in name]
     problems = [problem for source in files for problem in source.sample(MAX_LOOKED_AT)]
