@@ -21,13 +21,7 @@ from safetensors.numpy import save
 from dapo_jax.model.load_huggingface import DTYPES
 from dapo_jax.rollout.weight_transfer import DecodingArrays
 from dapo_jax.runtime import processes
-from dapo_jax.runtime.storage.files import (
-    folder_at,
-    is_remote,
-    is_storage_error,
-    reason,
-    suppress_storage_errors,
-)
+from dapo_jax.runtime.storage import files
 
 FOLDER = "weights"
 KEPT = 2  # versions: a sampler may still read the last but one
@@ -37,8 +31,8 @@ class WeightVersions:
     """The versions in a run's folder; one trainer writes, any number of processes read."""
 
     def __init__(self, run_dir: str):
-        folder = folder_at(run_dir, FOLDER)
-        self._folder = epath.Path(folder if is_remote(run_dir) else folder.absolute())
+        folder = files.folder_at(run_dir, FOLDER)
+        self._folder = epath.Path(folder if files.is_remote(run_dir) else folder.absolute())
         self._kept: collections.deque[str] = collections.deque(maxlen=KEPT)
 
     def write(self, arrays: dict[str, jax.Array]) -> str:
@@ -51,16 +45,16 @@ class WeightVersions:
             self._folder.mkdir(parents=True, exist_ok=True)
             (self._folder / _name(content)).write_bytes(content)
         except Exception as problem:
-            if processes.count() == 1 or not is_storage_error(problem):
+            if processes.count() == 1 or not files.is_storage_error(problem):
                 raise
-            error = reason(problem)
+            error = files.reason(problem)
         answers = processes.all_gather_json([_name(content), error], "a version of the weights")
         for _, error in answers:
             if error:
                 raise OSError(error)
         self._kept.append(" ".join(sorted({name for name, _ in answers})))
         if processes.is_first():
-            with suppress_storage_errors():  # else after the next version
+            with files.suppress_storage_errors():  # else after the next version
                 for path in self._folder.iterdir():
                     if path.name not in " ".join(self._kept):
                         path.unlink()
