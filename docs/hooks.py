@@ -11,7 +11,7 @@ from typing import Any
 from mkdocs.structure.files import File, Files
 
 from dapo_jax.config.experiment import Config, ExportConfig
-from dapo_jax.config.settings import TYPE_NAMES, explain, leaves
+from dapo_jax.config.settings import AUTO, TYPE_NAMES, explain, leaves, takes_auto
 from dapo_jax.extras.doctor import DoctorConfig
 from dapo_jax.extras.init import InitConfig
 from dapo_jax.extras.report.command import ReportConfig
@@ -50,11 +50,13 @@ def list_settings(section: Any, prefix: str, anchor: str) -> str:
         value = getattr(section, field.name)
         if dataclasses.is_dataclass(value):
             continue
-        rule = field.metadata["rule"]
-        default = "auto" if rule.auto == value and rule.auto else value
+        default = "auto" if takes_auto(field) and value == AUTO else value
         default = str(default).lower() if isinstance(default, bool) else default
         shown = "empty" if default == "" else f"<code>{html.escape(str(default))}</code>"
-        name, kind = f"{prefix}{field.name}", TYPE_NAMES[type(value)] + " or auto" * bool(rule.auto)
+        name, kind = (
+            f"{prefix}{field.name}",
+            TYPE_NAMES[type(value)] + " or auto" * takes_auto(field),
+        )
         entries.append(f'<dt id="{anchor}{name}"><code>{name}</code> {kind}; default: {shown}</dt>')
         text = re.sub(r"`([^`]*)`", r"<code>\1</code>", html.escape(explain(field), quote=False))
         entries.append(f"<dd>{text}</dd>")

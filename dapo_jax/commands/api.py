@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from dapo_jax.commands.evaluate import SHORT_NAMES
 from dapo_jax.config.experiment import Config, ExportConfig
-from dapo_jax.config.files import read_config, with_preset
+from dapo_jax.config.files import read_config
 from dapo_jax.config.settings import check_settings, with_values
 from dapo_jax.run import checks
 from dapo_jax.run.objects import Environment, File, Rewards, Tools, source_name, with_objects
@@ -33,7 +33,7 @@ def load(config: Any, kind: type[T]) -> T:
     if isinstance(config, str | os.PathLike):
         return read_config(kind, os.fspath(config))
     require(isinstance(config, kind), "(config)", config, f"a {kind.__name__} or a file's name")
-    return with_preset(config)
+    return config
 
 
 class _Trained(os.PathLike[str]):

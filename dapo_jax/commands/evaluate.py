@@ -6,7 +6,7 @@
 
 evaluates the latest checkpoint in run_dir or, with --model, a model folder or another run.
 Responses are saved as they finish: the same command resumes a stopped evaluation, and a larger --k
-adds samples to it. The last line of the output is JSON. Short flags:
+adds samples to it. The last line of the output is JSON.
 """
 
 import json

@@ -107,7 +107,8 @@ def check_machine(config: Config, file: str, machine: str) -> None:
 
 def check(machine: str) -> int:
     """Check the settings, and the machine if one is named; return 0."""
-    file, _ = cli.take_file(cli.name_positional(sys.argv[1:], "config", repeated=False))
+    flags = cli.split_flags(sys.argv[1:], cli.flag_names(Config)[1])
+    file = next((value for flag, value in flags if flag in ("", "config")), "")
     command_line.load(
         Config,
         __doc__,

@@ -9,7 +9,8 @@ Every method multiplies the gradient of log p(token) by a coefficient (arXiv 240
 
 from typing import Annotated, Literal
 
-from dapo_jax.config.settings import section, setting
+from dapo_jax.config.settings import Section, setting
+from dapo_jax.runtime import registry
 from dapo_jax.types.rules import (
     Below1,
     CountOr0,
@@ -72,8 +73,7 @@ OWN_FUNCTIONS = {
 }
 
 
-@section
-class Algorithm:
+class Algorithm(Section):
     """Coefficients of the tokens. Defaults are DAPO's (arXiv 2503.14476)."""
 
     advantage: Advantage = setting("group_zscore", "Estimator of the advantage.")
@@ -190,6 +190,11 @@ class Algorithm:
     )
     overlong_filtering: bool = setting(False, "Truncated responses get loss weight 0.")
 
+    @staticmethod
+    def preset(name: str) -> "Algorithm":
+        """Return the published algorithm of this name. Raises `ConfigError`."""
+        return registry.feature("presets").preset(name)
+
     @property
     def distils(self) -> bool:
         """Return True if the policy learns from a teacher."""
@@ -205,6 +210,19 @@ class Algorithm:
         """Return True if the entropies of the policy before the step decide its updates."""
         return self.top_entropy_fraction < 1 or self.entropy_target > 0
 
+    @property
+    def reads_all_old_logprobs(self) -> bool:
+        """Return True if all scores by the policy before the step are read before its updates."""
+        return (
+            self.kl == "reward"
+            or self.trained_responses == "pairs"
+            or self.reads_teacher
+            or self.covariance != "none"
+            or self.second_moment_limit > 0
+            or self.reads_entropies
+            or bool({"energies", "log_ratios"} & {*traits(self.advantage)})
+        )
+
     def scored_minibatches(self, updates: int) -> range:
         """Return the minibatches that a forward pass scores with the policy before the `updates`.
 
@@ -214,13 +232,4 @@ class Algorithm:
         """
         if self.old_logprobs != "recompute":
             return range(0)
-        is_read_before = (
-            self.kl == "reward"
-            or self.trained_responses == "pairs"
-            or self.reads_teacher
-            or self.covariance != "none"
-            or self.second_moment_limit > 0
-            or self.reads_entropies
-            or bool({"energies", "log_ratios"} & {*traits(self.advantage)})
-        )
-        return range(0 if is_read_before else 1, updates)
+        return range(0 if self.reads_all_old_logprobs else 1, updates)

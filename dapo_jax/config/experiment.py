@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 from dapo_jax.config.algorithm import Algorithm
-from dapo_jax.config.settings import open_extras, part, section, setting
+from dapo_jax.config.settings import AUTO, Section, open_extras, part, setting
 from dapo_jax.runtime import registry
 from dapo_jax.types.errors import require
 from dapo_jax.types.rules import (
@@ -36,8 +36,9 @@ Schedule = Literal["constant", "linear", "cosine"]
 Rate = Annotated[float, Range(above=0, at_most=1.0)]
 Heat = Annotated[float, Range(at_least=0.001, at_most=100.0)]
 Norm = Annotated[float, Range(above=0, at_most=1e15)]
-AUTO = -1
 AutoRate = Annotated[float, Range(above=0, at_most=1.0, also=AUTO)]
+SizeOrRest = Annotated[int, Range(above=0, also=AUTO)]  # -1: the devices that are left
+AtLeast2 = Annotated[int, Range(at_least=2)]
 Cache = Literal["auto", "slots", "paged"]
 Overlong = Literal["truncate_left", "drop"]
 Carry = Literal["none", "unfinished", "all"]
@@ -54,8 +55,7 @@ def has_constant_rates(settings: Mapping[str, Any]) -> bool:
     return all(settings[name] == "constant" for name in names)
 
 
-@section
-class Model:
+class Model(Section):
     """The policy to train, and its reference."""
 
     folder: str = setting("", "Folder in Hugging Face layout, or dapo_jax:arithmetic_base.")
@@ -63,10 +63,14 @@ class Model:
     freeze_layers: Below1 = setting(0.0, "Fraction of first layers that are not trained.")
 
 
-@section
-class Lora:
+class Lora(Section):
     """Low-rank adapters instead of all parameters."""
 
+    combinations: ClassVar = """
+        lora.folder!= -> lora.rank>0: r of its adapter_config.json
+        lora.rank>0 -> optimizer.name=adamw: adapters are trained by AdamW alone
+        lora.rank=0 -> lora.alpha lora.rslora lora.targets
+    """
     rank: CountOr0 = setting(0, "Rank of the adapters; only they are trained; 0: no adapters.")
     alpha: Positive = setting(32.0, "Adapters add x A B times alpha / rank.")
     rslora: bool = setting(False, "Divide alpha by the square root of the rank.")
@@ -74,8 +78,7 @@ class Lora:
     folder: str = setting("", "Adapters to start from, in PEFT's format; empty: new ones.")
 
 
-@section
-class Compute:
+class Compute(Section):
     """Numerics of the policy."""
 
     dtype: Dtype = setting("float32", "Type of computation, 'float32' or 'bfloat16'.")
@@ -89,13 +92,12 @@ class Compute:
     logprob_chunk_tokens: Count = setting(2048, "Tokens with logits at a time.", may_change=True)
 
 
-@section
-class Packing:
+class Packing(Section):
     """Rows of packed prompts and responses."""
 
     may_change: ClassVar = True
-    row_tokens: int = setting(
-        256, "Tokens per row; 'auto' (-1): the longest response, or 2 to 4 times that.", auto=-1
+    row_tokens: SizeOrRest = setting(
+        256, "Tokens per row; 'auto' (-1): the longest response, or 2 to 4 times that."
     )
     rows_per_microbatch: Count = setting(
         16, "Rows per gradient, all devices; fewer if 'auto' makes the rows longer."
@@ -106,15 +108,12 @@ class Packing:
     single_responses: bool = setting(False, "A row per response; sampler.engine=exact needs it.")
 
 
-SizeOrRest = Annotated[int, Range(above=0, also=-1)]  # -1: the devices that are left
-
-
-@section
-class OneMesh:
+class OneMesh(Section):
     """Device mesh. Batch is split over data x fsdp x expert, weights over fsdp x expert x context x
     tensor."""
 
     may_change: ClassVar = True
+    combinations: ClassVar = "mesh.data=-1 -> mesh.fsdp>0: only one is the rest"
     data: SizeOrRest = setting(1, "Replicas of the weights; -1: all devices that are left.")
     fsdp: SizeOrRest = setting(-1, "Shards of weights and optimizer; -1: all that are left.")
     tensor: Count = setting(1, "Shards along heads, mlp and vocabulary.")
@@ -123,7 +122,6 @@ class OneMesh:
     decode_tensor: Count = setting(1, "More tensor shards in decoding; as fsdp in training.")
 
 
-@section
 class Mesh(OneMesh):
     """Device mesh, or one to learn and one to sample. Batch is split over data x fsdp, weights over
     fsdp x tensor."""
@@ -131,18 +129,17 @@ class Mesh(OneMesh):
     sampler_share: Below1 = setting(0.0, "Fraction of each host's devices reserved for sampling.")
 
 
-@section
-class Examples:
+class Examples(Section):
     """Worked examples of the embedded tasks."""
 
+    combinations: ClassVar = "-> examples.min_terms<=examples.max_terms"
     errors: bool = setting(True, "Make some errors, if `direct_share` is 0.")
     direct_share: Below1 = setting(0.0, "Fraction answering at once; others ramble or use tools.")
-    min_terms: int = setting(3, "Fewest operands of a sum.")
+    min_terms: AtLeast2 = setting(3, "Fewest operands of a sum.")
     max_terms: int = setting(9, "Most operands of a sum.")
 
 
-@section
-class Data:
+class Data(Section):
     """Problems with known answers."""
 
     source: str = setting(
@@ -167,7 +164,7 @@ class Data:
     heldout_problems: AutoCount = setting(
         -1, "Problems for evaluation, never trained on; 0: none; -1: 256, at most 1 in 5 of a file."
     )
-    min_terms: int = setting(3, "Fewest operands of a sum.")
+    min_terms: AtLeast2 = setting(3, "Fewest operands of a sum.")
     max_terms: int = setting(9, "Most operands of a sum.")
     max_prompt_tokens: Count = setting(32, "Longest prompt, in tokens.")
     overlong_prompts: Overlong = setting(
@@ -186,8 +183,7 @@ class Data:
         return DEFAULT_HELDOUT if self.heldout_problems < 0 else self.heldout_problems
 
 
-@section
-class Rollout:
+class Rollout(Section):
     """Responses that a step collects and trains on."""
 
     prompts_per_step: Count = setting(32, "Prompts of a step, each with a group of responses.")
@@ -218,15 +214,11 @@ class Rollout:
         "or 'resample' it once.",
     )
     reward_bursts: AutoCount = setting(
-        AUTO,
-        "Bursts until decoding waits for rewards; 0: never.",
-        auto=AUTO,
-        may_change=is_on_policy,
+        AUTO, "Bursts until decoding waits for rewards; 0: never.", may_change=is_on_policy
     )
 
 
-@section
-class Environment:
+class Environment(Section):
     """The environment that answers the policy between its turns; none: responses of one turn."""
 
     name: str = setting(
@@ -252,8 +244,7 @@ class Environment:
         return bool(self.name or self.tools)
 
 
-@section
-class Sampler:
+class Sampler(Section):
     """The decoding engine."""
 
     slots: Count = setting(128, "Responses decoded in parallel.", may_change=is_on_policy)
@@ -297,8 +288,7 @@ class Sampler:
         return self.top_p < 1 or self.top_k > 0
 
 
-@section
-class Reward:
+class Reward(Section):
     """Rewards of a response, and the processes that compute them."""
 
     verifier: str = setting(
@@ -350,18 +340,19 @@ class Reward:
         return weights
 
 
-@section
-class Optimizer:
+class Optimizer(Section):
     """AdamW or Muon; warm-up and schedule count rollout steps."""
 
+    combinations: ClassVar = (
+        "optimizer.schedule!=constant total_steps>0 -> optimizer.warmup_steps<=total_steps: "
+        "it never reaches the peak rate"
+    )
     learning_rate: AutoRate = setting(
-        float(AUTO),
-        "Peak rate; 'auto' (-1): by the number of parameters, more for adapters.",
-        auto=AUTO,
+        -1.0, "Peak rate; 'auto' (-1): by the number of parameters, more for adapters."
     )
     schedule: Schedule = setting("constant", "Learning rate after the warm-up.")
     warmup_steps: AutoCount = setting(
-        AUTO, "Rollout steps with a rising rate; 'auto' (-1): a tenth, at most 20.", auto=AUTO
+        AUTO, "Rollout steps with a rising rate; 'auto' (-1): a tenth, at most 20."
     )
     beta1: Below1 = setting(0.9, "Decay of the first moment.")
     beta2: Below1 = setting(0.999, "Decay of the second moment.")
@@ -376,10 +367,13 @@ class Optimizer:
     )
 
 
-@section
-class Critic:
+class Critic(Section):
     """The value model of an algorithm with a critic."""
 
+    combinations: ClassVar = (
+        "critic.optimizer.schedule!=constant -> critic.optimizer.warmup_steps<=total_steps: "
+        "it never reaches the peak rate"
+    )
     folder: str = setting("", "Start model; empty: model.folder.")
     pretrain_steps: AutoCount = setting(
         -1, "First rollout steps that train only the critic; -1: algorithm.critic_pretrain_steps."
@@ -387,8 +381,7 @@ class Critic:
     optimizer: Optimizer = part(Optimizer)
 
 
-@section
-class Checkpoint:
+class Checkpoint(Section):
     """Orbax checkpoints in run_dir/checkpoints."""
 
     may_change: ClassVar = True
@@ -400,8 +393,7 @@ class Checkpoint:
     )
 
 
-@section
-class Evaluation:
+class Evaluation(Section):
     """Sampled accuracy on held-out problems."""
 
     may_change: ClassVar = True
@@ -413,8 +405,7 @@ class Evaluation:
     write_difficulty: str = setting("", "File for each problem's pass rate; empty: none.")
 
 
-@section
-class Log:
+class Log(Section):
     """Console, metric writers and recorded rollouts."""
 
     may_change: ClassVar = True
@@ -432,8 +423,7 @@ class Log:
     report: bool = setting(True, "Write report.html at the end.")
 
 
-@section
-class Watch:
+class Watch(Section):
     """Limits of metrics: beyond them a step prints a warning, or the run stops. 0: not watched."""
 
     may_change: ClassVar = True
@@ -449,8 +439,7 @@ class Watch:
     )
 
 
-@section
-class Config:
+class Config(Section):
     """A reinforcement-learning run (`dapo-jax train`, `dapo-jax evaluate`)."""
 
     needs_file: ClassVar = True  # a config file has to return it
@@ -506,8 +495,7 @@ class Config:
         return self.algorithm.critic_pretrain_steps if steps < 0 else steps
 
 
-@section
-class ExportConfig:
+class ExportConfig(Section):
     """Export of a checkpoint as a model folder (`dapo-jax export`)."""
 
     combinations: ClassVar = "weights=adapter -> dtype max_shard_gb"

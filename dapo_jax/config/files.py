@@ -2,14 +2,12 @@
 
 import ast
 import contextlib
-import dataclasses
 import importlib.util
 import inspect
 import pathlib
 import re
 from typing import Any
 
-from dapo_jax.config.algorithms import preset
 from dapo_jax.config.foreign_names import advice
 from dapo_jax.config.settings import from_dict
 from dapo_jax.runtime.text_files import read_file, read_json
@@ -125,16 +123,6 @@ def variant(name: str) -> str:
     return argument or (default[1] if default and path.suffix == ".py" else "")
 
 
-def with_preset(config: Any) -> Any:
-    """Return a config, or its dictionary, with the preset that its algorithm names."""
-    is_table = isinstance(config, dict)
-    name = config.get("algorithm") if is_table else getattr(config, "algorithm", None)
-    if not isinstance(name, str):
-        return config
-    change = {"algorithm": preset(name)}
-    return config | change if is_table else dataclasses.replace(config, **change)
-
-
 def read_config(kind: type, name: str) -> Any:
     """Read the config `FILE.py`, `FILE.yaml`, `RUN/config.json`, `RUN` or a packaged `NAME`.
 
@@ -143,7 +131,6 @@ def read_config(kind: type, name: str) -> Any:
     arguments, it names a preset, as the setting `algorithm` may. Raises `ConfigError`.
     """
     path, argument = _find(name)
-    file = short_path(path)
     if path.suffix == ".py":
         config, argument = _run_file(path, argument)
         if type(config).__name__ == "ConfigDict":  # of ml_collections, which is slow to import
@@ -157,7 +144,6 @@ def read_config(kind: type, name: str) -> Any:
         hint = f"; for a file of data: dapo-jax init {name}" if path.suffix in ROWS else ""
         raise ConfigError(f"--config={name}: must be {allowed}{hint}")
     try:
-        config = with_preset(config)
         if isinstance(config, dict) or path.suffix != ".py":
             config = from_dict(kind, config)
         if not isinstance(config, kind):
@@ -168,11 +154,11 @@ def read_config(kind: type, name: str) -> Any:
         if argument is not None:
             if not hasattr(config, "algorithm"):
                 raise ConfigError(f"{argument!r} after the colon: get_config() takes no argument")
-            config.algorithm = preset(argument)
+            config.algorithm = argument
             config.run_dir = f"{config.run_dir.rstrip('/')}_{argument}"
     except ConfigError as error:
         hint = f"; {advice('algorithm')}" if error.field == "algorithm" else ""
-        raise ConfigError(f"{file}: {error}{hint}", error.field) from None
+        raise ConfigError(f"{short_path(path)}: {error}{hint}", error.field) from None
     return config
 
 

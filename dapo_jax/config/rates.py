@@ -10,7 +10,8 @@ import copy
 from collections.abc import Mapping
 from typing import Any
 
-from dapo_jax.config.experiment import AUTO, Config
+from dapo_jax.config.experiment import Config
+from dapo_jax.config.settings import AUTO
 
 FULL_SIZE, EXPONENT, MAX_RATE = 1e9, 0.75, 3e-3
 OF_ADAPTERS, OF_CRITIC = 10, 2  # times the rate of a policy with all its parameters

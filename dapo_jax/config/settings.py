@@ -6,12 +6,11 @@ Errors name the setting, its value and the allowed values.
 import dataclasses
 import functools
 import inspect
-import math
 import operator
 import types
 import typing
 from collections.abc import Callable, Iterator, Mapping
-from typing import Annotated, Any, Literal
+from typing import Any
 
 from dapo_jax.runtime import registry
 from dapo_jax.types.errors import ConfigError, check_place, nearest, present_name, require
@@ -21,24 +20,20 @@ T = typing.TypeVar("T")
 
 # Magnitudes that float32 arithmetic does not turn into 0 or infinity.
 MIN_MAGNITUDE, MAX_MAGNITUDE = 1e-30, 1e30
+AUTO = -1  # where a range allows it in addition, 'auto' means it
+BOOLS = {"true": True, "t": True, "1": True, "false": False, "f": False, "0": False}
 
 
-@dataclasses.dataclass(frozen=True)
-class Rule:
-    """The rule of a setting."""
+def setting(
+    default: T, explanation: str, may_change: bool | Callable[[Mapping[str, Any]], bool] = False
+) -> T:
+    """Return a dataclass field with an explanation for `--help`; its type has the allowed values.
 
-    allowed: Allowed | None = None  # None: all values of its type
-    # Whether a resumed run may change the value, or a function of all settings by dotted name.
-    may_change: bool | Callable[[Mapping[str, Any]], bool] = False
-    auto: int | None = None  # the number that 'auto' means
-
-
-def setting(default: T, explanation: str, **rule: Any) -> T:
-    """Return a dataclass field with an explanation for `--help` and a `Rule`.
-
-    The type of the field defines the allowed values.
+    Args:
+        may_change: whether a resumed run may change the value, or a function of all settings by
+            dotted name.
     """
-    metadata = {"explanation": explanation, "rule": Rule(**rule)}
+    metadata = {"explanation": explanation, "may_change": may_change}
     return dataclasses.field(default=default, metadata=metadata)
 
 
@@ -47,95 +42,121 @@ def part(kind: Callable[[], T]) -> T:
     return dataclasses.field(default_factory=kind)
 
 
-def check_name(kind: Any, name: str, section: str = "", error: type[Exception] = ConfigError):
-    """Raise an error if the section `kind` has no setting `name`."""
-    known = kind.__dataclass_fields__
-    if name not in known:
-        old = f"{kind.__name__.lower()}.{name}".removeprefix("config.")
-        hint = f"; it is now config.{present_name(old)}" if present_name(old) != old else ""
-        hint = hint or nearest(name, known) or f"; {kind.__name__} has {', '.join(known)}"
-        raise error(f"{section or kind.__name__}.{name}: there is no such setting{hint}")
+@functools.cache
+def allowed_values(field: dataclasses.Field) -> Allowed | None:
+    """Return the allowed values of a setting, or None: all values of its type."""
+    if typing.get_origin(field.type) is typing.Literal:
+        return Choices(typing.get_args(field.type))
+    return getattr(field.type, "__metadata__", [None])[0]
 
 
-def _read_types(kind: type) -> None:
-    """Add to the rule of each setting the allowed values of its type, and its section's rule."""
-    for name, annotation in [*vars(kind).get("__annotations__", {}).items()]:
-        field = vars(kind).get(name)
-        if not isinstance(field, dataclasses.Field) or "rule" not in field.metadata:
-            continue  # a section, or no field
-        plain, allowed = annotation, None
-        if typing.get_origin(annotation) is Annotated:
-            plain, allowed = typing.get_args(annotation)
-        elif typing.get_origin(annotation) is Literal:
-            plain, allowed = str, Choices(typing.get_args(annotation))
-        kind.__annotations__[name] = plain
-        rule = field.metadata["rule"]
-        may_change = rule.may_change or getattr(kind, "may_change", False)
-        rule = dataclasses.replace(rule, allowed=allowed, may_change=may_change)
-        field.metadata = types.MappingProxyType({**field.metadata, "rule": rule})
+def takes_auto(field: dataclasses.Field) -> bool:
+    """Return True if 'auto' is a value of a setting."""
+    return getattr(allowed_values(field), "also", None) == AUTO
 
 
 def explain(field: dataclasses.Field) -> str:
     """Return the explanation of a setting and its allowed values."""
-    text = field.metadata["explanation"]
-    allowed = field.metadata["rule"].allowed
-    if isinstance(allowed, Range):
-        limits = str(allowed)
+    text, values = field.metadata["explanation"], allowed_values(field)
+    if isinstance(values, Range):
+        limits = str(values)
         text += f" {limits[0].upper()}{limits[1:]}."
-    elif isinstance(allowed, Choices) and not all(f"'{word}'" in text for word in allowed):
-        text += f" One of: {', '.join(allowed)}."
+    elif isinstance(values, Choices) and not all(f"'{word}'" in text for word in values):
+        text += f" One of: {', '.join(values)}."
     return text
 
 
 def _describe(field: dataclasses.Field) -> str:
     """Return a line of the docstring of a section: a setting, its type, default, explanation."""
-    kind = getattr(field.type, "__name__", field.type)
     if field.default is dataclasses.MISSING:
+        kind = getattr(field.type, "__name__", field.type)
         return f"    {field.name}: a section, see help of {kind}"
+    kind = type(field.default).__name__
     return f"    {field.name} ({kind}, default {field.default!r}): {explain(field)}"
+
+
+def _find(kind: Any, name: str, path: str = "", error: type[Exception] = ConfigError) -> Any:
+    """Return the field of a section, or raise an error about `path` if there is none."""
+    known = kind.__dataclass_fields__
+    if name in known:
+        return known[name]
+    old = f"{kind.__name__.lower()}.{name}".removeprefix("config.")
+    hint = f"; it is now config.{present_name(old)}" if present_name(old) != old else ""
+    names = [field.name for field in dataclasses.fields(kind)]
+    hint = hint or nearest(name, names) or f"; {kind.__name__} has {', '.join(names)}"
+    raise error(f"{path or kind.__name__}.{name}: there is no such setting{hint}")
 
 
 # Type checkers treat the positional argument of `setting` as the default.
 @typing.dataclass_transform(field_specifiers=(dataclasses.field,))
-def section(kind: type[T]) -> type[T]:
-    """Turn a class into a dataclass of settings that rejects unknown names.
+class Section:
+    """Base class of settings: its subclasses are dataclasses that reject unknown names.
 
-    Otherwise assigning to a mistyped name would silently keep a default. With `may_change`, a
-    resumed run may change all settings of the section.
+    Otherwise assigning to a mistyped name would silently keep a default.
     """
-    _read_types(kind)
-    made: Any = dataclasses.dataclass(kind)
-    initialise = made.__init__
-    lines = map(_describe, dataclasses.fields(made))
-    made.__doc__ = "\n".join([inspect.cleandoc(kind.__doc__ or ""), "", "Settings:", *lines])
 
-    @functools.wraps(initialise)
-    def __init__(self: Any, *values: Any, **named: Any) -> None:
+    may_change: typing.ClassVar = False  # whether a resumed run may change all of its settings
+    combinations: typing.ClassVar = ""  # a table, see `checks.py`
+
+    def __init_subclass__(cls) -> None:
+        made: Any = dataclasses.dataclass(cls)
+        hints = typing.get_type_hints(cls, include_extras=True)
+        for field in dataclasses.fields(made):
+            field.type = hints[field.name]
+            if field.metadata and cls.may_change:
+                field.metadata = types.MappingProxyType({**field.metadata, "may_change": True})
+        lines = map(_describe, dataclasses.fields(made))
+        cls.__doc__ = "\n".join([inspect.cleandoc(cls.__doc__ or ""), "", "Settings:", *lines])
+
+    def __new__(cls, *_: Any, **named: Any) -> typing.Self:
         for name in named:
-            check_name(made, name)
-        initialise(self, *values, **named)
+            _find(cls, name)
+        return super().__new__(cls)
 
-    def __getattr__(self: Any, name: str) -> Any:
+    def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        check_name(made, name, error=AttributeError)
+        _find(type(self), name, error=AttributeError)
 
-    def __setattr__(self: Any, name: str, value: Any) -> None:
-        check_name(made, name)
-        field = made.__dataclass_fields__[name]
-        rule = field.metadata.get("rule", Rule())
-        if type(value) is dict and field.default_factory is not dataclasses.MISSING:
-            value = from_dict(type(field.default_factory()), value, f"{name}.")
-        elif isinstance(value, str) and value == "auto":
-            value = rule.auto or value
-        elif callable(value) and isinstance(rule.allowed, OwnChoices):
+    def __setattr__(self, name: str, value: Any) -> None:
+        field = _find(type(self), name)
+        if field.default is dataclasses.MISSING:
+            value = _read_section(field, value, name)
+        elif isinstance(value, str) and value == "auto" and takes_auto(field):
+            value = AUTO
+        elif callable(value) and isinstance(allowed_values(field), OwnChoices):
             from dapo_jax.runtime.workers.pickled_functions import register_own
 
             value = register_own(value, name)
-        object.__setattr__(self, name, value)
+        super().__setattr__(name, value)
 
-    made.__init__, made.__getattr__, made.__setattr__ = __init__, __getattr__, __setattr__
-    return made
+
+def _read_section(field: dataclasses.Field, value: Any, name: str) -> Any:
+    """Return the section that a value is: itself, a dictionary of settings, or a preset's name."""
+    usual: Any = field.default_factory()  # type: ignore[operator]
+    if isinstance(value, dict):
+        return _fill(usual, value, f"{name}.")
+    if isinstance(value, str) and hasattr(usual, "preset"):
+        return usual.preset(value)
+    kind = type(usual)
+    require(isinstance(value, kind), name, value, f"a table of settings, or {kind.__name__}(...)")
+    return value
+
+
+def _fill(section: T, values: Mapping[str, Any], prefix: str = "") -> T:
+    for name, value in values.items():
+        field = _find(type(section), str(name), f"config.{prefix}".rstrip("."))
+        if field.default is dataclasses.MISSING:
+            value = _read_section(field, value, f"{prefix}{name}")
+        setattr(section, name, value)
+    return section
+
+
+def from_dict(kind: Callable[[], T], values: Any) -> T:
+    """Return a config with the values of nested dictionaries, and defaults for the rest."""
+    if not isinstance(values, dict):
+        raise ConfigError(f"{values!r}: must be a table of settings")
+    return _fill(kind(), values)
 
 
 @functools.cache
@@ -143,7 +164,7 @@ def _extras_kind() -> type:
     kinds = {name: registry.find("settings", name) for name in registry.names("settings")}
     fields = {name: part(kind) for name, kind in kinds.items()}
     text = "Settings of extras, by the name of the extra."
-    return section(type("Extras", (), {"__doc__": text, "__annotations__": kinds, **fields}))
+    return type("Extras", (Section,), {"__doc__": text, "__annotations__": kinds, **fields})
 
 
 def open_extras(changes: Mapping[str, Any] = types.MappingProxyType({})) -> Any:
@@ -154,6 +175,14 @@ def open_extras(changes: Mapping[str, Any] = types.MappingProxyType({})) -> Any:
     return extras
 
 
+def sections(config: Any, prefix: str = "") -> Iterator[tuple[str, Section]]:
+    """Yield (dotted name, section) for every section in a config, in order."""
+    for name, value in vars(config).items():
+        if isinstance(value, Section):
+            yield f"{prefix}{name}", value
+            yield from sections(value, f"{prefix}{name}.")
+
+
 def leaves(config: Any, prefix: str = "") -> Iterator[tuple[str, dataclasses.Field, Any]]:
     """Yield (dotted name, field, value) for every leaf of a nested dataclass, in order."""
     for field in dataclasses.fields(config):
@@ -162,6 +191,12 @@ def leaves(config: Any, prefix: str = "") -> Iterator[tuple[str, dataclasses.Fie
             yield from leaves(value, f"{prefix}{field.name}.")
         else:
             yield f"{prefix}{field.name}", field, value
+
+
+@functools.cache
+def fields(kind: type) -> dict[str, dataclasses.Field]:
+    """Return the field of every setting of a config by dotted name."""
+    return {name: field for name, field, _ in leaves(kind())}
 
 
 @functools.cache
@@ -182,57 +217,35 @@ def assign(config: Any, name: str, value: Any) -> None:
     setattr(operator.attrgetter(owner)(config) if owner else config, last, value)
 
 
+def assign_text(config: Any, name: str, text: str) -> None:
+    """Set a setting to what a text says. Raises `ConfigError` if it is of another type."""
+    field, kind = fields(type(config))[name], type(defaults(type(config))[name])
+    try:
+        is_auto = text == "auto" and takes_auto(field)
+        value = AUTO if is_auto else BOOLS[text.lower()] if kind is bool else kind(text)
+    except (KeyError, ValueError):
+        require(False, name, text, TYPE_NAMES[kind])
+    else:
+        assign(config, name, value)
+
+
 def with_values(config: T, section: str, **values: Any) -> T:
     """Return a copy of a config with other values in one of its sections."""
     part = dataclasses.replace(getattr(config, section), **values)
     return dataclasses.replace(config, **{section: part})  # type: ignore[type-var]
 
 
-@functools.cache
-def rules(kind: type) -> dict[str, Rule]:
-    """Return the rule of every setting of a config by dotted name."""
-    return {name: field.metadata["rule"] for name, field, _ in leaves(kind())}
-
-
-def check_settings(config: Any, prefix: str = "") -> None:
-    """Raise `ConfigError` for the first value of a wrong type, or that its rule does not allow."""
-    usual = type(config)()
-    for field in dataclasses.fields(config):
-        name, value = f"{prefix}{field.name}", getattr(config, field.name)
-        kind = type(getattr(usual, field.name))
-        if dataclasses.is_dataclass(kind):
-            require(isinstance(value, kind), name, value, f"{kind.__name__}(...)")
-            check_settings(value, f"{name}.")
-        else:
-            fits = type(value) in ((int, float) if kind is float else (kind,))
-            require(fits, name, value, TYPE_NAMES.get(kind, kind.__name__))
-            _check_value(name, value, field.metadata["rule"].allowed)
-
-
-def _check_value(name: str, value: Any, allowed: Allowed | None) -> None:
-    if isinstance(value, float):
-        require(math.isfinite(value), name, value, "a finite number")
-    if allowed is not None:
-        require(allowed(value), name, value, str(allowed))
-    elif isinstance(value, str):
-        check_place(name, value)
-    if isinstance(value, float):
-        zero = "0, or " * (allowed is None or allowed(0))
-        fits = value == 0 or MIN_MAGNITUDE <= abs(value) <= MAX_MAGNITUDE
-        limits = f"{zero}from {MIN_MAGNITUDE:g} to {MAX_MAGNITUDE:g} in size"
-        require(fits, name, value, limits)
-
-
-def from_dict(kind: type[T], values: Any, prefix: str = "") -> T:
-    """Return a section with the values of nested dictionaries and defaults for the rest."""
-    if not isinstance(values, dict) and not prefix:
-        raise ConfigError(f"{values!r}: must be a table of settings")
-    require(isinstance(values, dict), prefix.rstrip("."), values, "a table of settings")
-    made = kind()
-    for name, value in values.items():
-        check_name(kind, str(name), f"config.{prefix}".rstrip("."))
-        before = getattr(made, name)
-        if dataclasses.is_dataclass(before) and not isinstance(value, type(before)):
-            value = from_dict(type(before), value, f"{prefix}{name}.")
-        setattr(made, name, value)
-    return made
+def check_settings(config: Any) -> None:
+    """Raise `ConfigError` for the first value of a wrong type, or that is not allowed."""
+    for name, field, value in leaves(config):
+        kind, values = type(field.default), allowed_values(field)
+        fits = type(value) in ((int, float) if kind is float else (kind,))
+        require(fits, name, value, TYPE_NAMES[kind])
+        if isinstance(value, float):
+            fits = value == 0 or MIN_MAGNITUDE <= abs(value) <= MAX_MAGNITUDE
+            limits = f"0, or from {MIN_MAGNITUDE:g} to {MAX_MAGNITUDE:g} in size"
+            require(fits, name, value, f"a finite number in float32: {limits}")
+        if values is not None:
+            require(values(value), name, value, str(values))
+        elif isinstance(value, str):
+            check_place(name, value)

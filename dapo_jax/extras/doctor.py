@@ -22,9 +22,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dapo_jax.config import cli
 from dapo_jax.config.experiment import Compute, Config
-from dapo_jax.config.settings import section, setting
+from dapo_jax.config.settings import Section, assign_text, setting
 from dapo_jax.extras.plan.chips import parse
 from dapo_jax.extras.plan.plan import amount
 from dapo_jax.extras.plan.programs import PACKAGES, lay_out, versions
@@ -48,8 +47,7 @@ LIMITS = {"float32": (2e-5, 1e-3), "bfloat16": (3e-2, 0.25)}
 Row = dict[str, Any]
 
 
-@section
-class DoctorConfig:
+class DoctorConfig(Section):
     """Checks of this machine (`dapo-jax doctor`)."""
 
     out: str = setting("", "Folder to time and for doctor.json; empty: nothing is written.")
@@ -81,7 +79,8 @@ def check_training(cache: str, dtype: str, length: int) -> Row:
             f"packing.row_tokens={64 + length} packing.rows_per_microbatch={rows} "
             "optimizer.learning_rate=1e-6 optimizer.warmup_steps=0"
         )
-        cli.override(config, [f"--config.{flag}" for flag in flags.split()], {})
+        for flag in flags.split():
+            assign_text(config, *flag.split("=", 1))
         layout = lay_out(config, parse(f"cpu:{count}"), jax.devices()[:count])
     fresh = jax.jit(lambda key: sharding.unbox(init_params(layout.decoder, key)))
     params = jax.device_put(fresh(jax.random.key(0)), layout.learners.policy.shardings.params)

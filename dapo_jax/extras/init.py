@@ -17,14 +17,13 @@ import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from dapo_jax.config.settings import section, setting
+from dapo_jax.config.settings import Section, setting
 from dapo_jax.run import command_line
 from dapo_jax.types.errors import naming, require
 from dapo_jax.types.structs import Problem
 
 
-@section
-class InitConfig:
+class InitConfig(Section):
     """A config for a file of problems (`dapo-jax init`)."""
 
     data: str = setting("", "File of problems, with or without answers.")

@@ -8,10 +8,10 @@ from collections.abc import Callable
 from typing import Any
 
 from dapo_jax.config.algorithm import OWN_FUNCTIONS
+from dapo_jax.config.checks import validate
 from dapo_jax.config.experiment import Config, Data
 from dapo_jax.config.files import config_for_folder
 from dapo_jax.config.settings import leaves
-from dapo_jax.config.validation import check_warmup, validate
 from dapo_jax.data.prompts.templates import VERIFIERS_OF, check_system, open_text
 from dapo_jax.data.row_formats import FIELDS, parse_fields
 from dapo_jax.data.sources import check_sources, is_generated, parse_sources
@@ -110,7 +110,6 @@ def check_run(config: Config, make_base: Callable[[Config], None] = lambda confi
     with suppress_storage_errors():
         is_resumed = folder_at(config.run_dir, "checkpoints").exists()
     if not is_resumed:  # a resumed run keeps its models
-        check_warmup(config)
         make_base(config)
         check_models(config)
 

@@ -12,7 +12,7 @@ from etils import epath
 from rich.markup import escape
 
 from dapo_jax.config.experiment import Config
-from dapo_jax.config.settings import changed, leaves, rules, with_values
+from dapo_jax.config.settings import changed, fields, leaves, with_values
 from dapo_jax.data.prompts.templates import open_template, open_text
 from dapo_jax.model import load_huggingface, peft_adapters
 from dapo_jax.run.build import Components, build, open_console
@@ -147,14 +147,14 @@ def deciding_settings(
         policy = load_huggingface.fingerprint(config.model.folder)
         if config.lora.folder:
             policy += f" {peft_adapters.fingerprint(config.lora.folder)}"
-    rule = rules(Config)
+    known = fields(Config)
     extras = {n: v for n, v in changed(config).items() if n.startswith("extras.")}
     problems = [(p.digest, p.tokens.tolist(), p.answer, p.columns) for p in prompts]
     return {
         "policy_digest": policy,
         "problems": len(problems),
         "problems_digest": digest_json(problems),
-        "extras": {n: v for n, v in extras.items() if not rule[n].may_change},
+        "extras": {n: v for n, v in extras.items() if not known[n].metadata["may_change"]},
     } | {name: value for name, _, value in leaves(config) if name in DECIDING}
 
 

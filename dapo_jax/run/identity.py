@@ -13,7 +13,7 @@ import jax
 
 from dapo_jax.config.algorithm import OWN_FUNCTIONS
 from dapo_jax.config.experiment import Config, Reward
-from dapo_jax.config.settings import Rule, defaults, leaves, rules
+from dapo_jax.config.settings import defaults, fields, leaves
 from dapo_jax.data.prompt_stream import PromptStream
 from dapo_jax.data.prompts.templates import open_template, open_text
 from dapo_jax.data.row_formats import FIELDS, parse_fields
@@ -87,8 +87,9 @@ class Record:
 
 def may_change(name: str, settings: dict[str, Any]) -> bool:
     """Return True if a resumed run may have another value of a setting."""
-    rule = rules(Config).get(name, Rule())  # the strictest for other entries of a checkpoint
-    allowed = rule.may_change
+    if (field := fields(Config).get(name)) is None:
+        return False  # the strictest for other entries of a checkpoint
+    allowed = field.metadata["may_change"]
     return allowed(settings) if callable(allowed) else allowed
 
 

@@ -87,6 +87,7 @@ OURS: dict[str, dict[str, str]] = {
         "layer_inputs": "dapo_jax.extras.families.layer_inputs",
         "mixed_layers": "dapo_jax.extras.families.mixed_layers",
         "plan": "dapo_jax.extras.plan.plan",
+        "presets": "dapo_jax.config.algorithms",
         "report": "dapo_jax.extras.report.page",
         "report_command": "dapo_jax.extras.report.command",
         "supervised": "dapo_jax.extras.sft.commands",

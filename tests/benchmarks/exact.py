@@ -14,9 +14,9 @@ import jax
 import numpy as np
 from hlo_arrays import ARRAY, LINE
 
-from dapo_jax.config import cli
 from dapo_jax.config.experiment import Config
 from dapo_jax.config.files import read_config
+from dapo_jax.config.settings import assign_text
 from dapo_jax.extras.exact import next_tokens
 from dapo_jax.extras.plan.chips import parse
 from dapo_jax.extras.plan.programs import Compiler, lay_out, training_programs
@@ -37,7 +37,8 @@ SMALL = (
 
 def read(name: str, settings: str) -> Config:
     config = read_config(Config, name)
-    cli.override(config, bench.flags(settings), {})
+    for name in settings.split():
+        assign_text(config, *name.split("=", 1))
     return config
 
 

@@ -12,10 +12,9 @@ from row_files import read_table
 
 from dapo_jax import algorithms
 from dapo_jax.config.algorithms import Algorithm
-from dapo_jax.config.combinations import OWN, parse_table
+from dapo_jax.config.checks import OWN, TRAINING, parse_table, tables, validate
 from dapo_jax.config.experiment import Config, ExportConfig
-from dapo_jax.config.settings import from_dict, rules
-from dapo_jax.config.validation import TRAINING, validate
+from dapo_jax.config.settings import allowed_values, fields, from_dict
 from dapo_jax.data.prompts.templates import TEMPLATES, open_template
 from dapo_jax.extras.math.settings import MathSettings
 from dapo_jax.extras.math.verifier import BY_VALUE
@@ -75,26 +74,24 @@ CHOICES = {
 
 @pytest.mark.parametrize("name", CHOICES)
 def test_the_choices_of_a_setting_are_the_keys_of_its_table(name):
-    assert rules(Config)[name].allowed == tuple(CHOICES[name])
+    assert allowed_values(fields(Config)[name]) == tuple(CHOICES[name])
 
 
 def test_conditions_name_what_lower_packages_define():
     silent = [name for name in TEMPLATES if not open_template(name).shows_system]
     assert f"data.template={'|'.join(silent)} -> data.system_prompt" in TRAINING
     assert f"reward.verifier!={'|'.join(BY_VALUE)} -> extras.math" in MathSettings.combinations
-    assert set(rules(ExportConfig)["dtype"].allowed) == {"auto", *DTYPES.values()}
+    assert set(allowed_values(fields(ExportConfig)["dtype"])) == {"auto", *DTYPES.values()}
 
 
 @pytest.mark.parametrize("kind", [Config, SftConfig, DpoConfig, ServeConfig, ExportConfig])
 def test_tables_of_combinations_name_settings_and_values_that_exist(kind):
-    config, rule = kind(), rules(kind)
-    parts = vars(config.extras).values() if kind is Config else [config]
-    tables = [(getattr(part, "combinations", ""), "") for part in parts]
-    tables += [(TRAINING, "algorithm.")] if kind is Config else []
-    rows = [row for table, prefix in tables for row in parse_table(table, prefix)]
+    config, known = kind(), fields(kind)
+    rows = [row for table, prefix in tables(config) for row in parse_table(table, prefix)]
     for term in [term for conditions, needs, _ in rows for term in [*conditions, *needs]]:
-        value, values = operator.attrgetter(term.name)(config), {*term.values} - {"", OWN}
-        allowed = rule[term.name].allowed if term.sign else None
+        value = operator.attrgetter(term.name)(config)
+        values = {*term.values} - {"", OWN, *known}  # to compare with
+        allowed = allowed_values(known[term.name]) if term.sign else None
         if isinstance(allowed, Choices):
             assert values <= {*allowed}, term
         elif values and not isinstance(value, str):

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from dapo_jax import algorithms
-from dapo_jax.config.validation import validate
+from dapo_jax.config.checks import validate
 from dapo_jax.types.errors import ConfigError
 
 ROOT = pathlib.Path(__file__).parents[2]

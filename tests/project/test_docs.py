@@ -13,7 +13,7 @@ from shown_commands import ROOT, commands_of, tokens_of, what_is_wrong
 
 import dapo_jax
 from dapo_jax.config.experiment import Config
-from dapo_jax.config.settings import explain, leaves, rules
+from dapo_jax.config.settings import AUTO, explain, leaves, takes_auto
 from dapo_jax.types.rules import TYPE_NAMES
 
 PAGES = sorted(
@@ -132,7 +132,7 @@ def test_the_page_of_settings_has_all_of_them_once(site):
     for name, field, value in leaves(Config()):
         if not name.startswith("critic.optimizer."):  # named as a section
             assert name in ids
-            auto = rules(Config)[name].auto
+            auto = AUTO if takes_auto(field) else 0
             shown = {auto: "auto", True: "true", False: "false", "": "empty"}.get(value, value)
             shown = value if type(value) in (int, float) and value != auto else shown
             kind = TYPE_NAMES[type(value)] + " or auto" * bool(auto)

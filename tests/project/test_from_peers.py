@@ -8,7 +8,7 @@ from shown_commands import ROOT
 
 from dapo_jax.config.algorithms import PRESETS
 from dapo_jax.config.experiment import Config
-from dapo_jax.config.settings import leaves, rules
+from dapo_jax.config.settings import allowed_values, fields, leaves
 from dapo_jax.extras.sft.settings import DpoConfig, SftConfig
 from dapo_jax.types.rules import Choices
 
@@ -34,12 +34,12 @@ def cells(text: str) -> list[tuple[str, str]]:
 
 def wrong_settings(text: str, kind: type) -> list[str]:
     """Settings of second cells that the config lacks, or whose value it refuses."""
-    known, allowed = {name for name, _, _ in leaves(kind())}, rules(kind)
+    known, allowed = {name for name, _, _ in leaves(kind())}, fields(kind)
     known |= {name.rpartition(".")[0] for name in known} | set(PRESETS)
     wrong = []
     for code in [code for _, cell in cells(text) for code in codes(cell)]:
         name, _, value = code.partition("=")
-        choices = allowed[name].allowed if name in allowed else None
+        choices = allowed_values(allowed[name]) if name in allowed else None
         refused = value and isinstance(choices, Choices) and not choices(value)
         if name not in known or refused:
             wrong.append(code)

@@ -18,8 +18,8 @@ from several import COMMAND, Several, assert_rounded_alike
 from supervised_runs import example_rows, pair_rows, read_metrics, settings
 
 from dapo_jax import step
+from dapo_jax.config.checks import validate
 from dapo_jax.config.experiment import Compute, Config, Lora, Optimizer, Packing
-from dapo_jax.config.validation import validate
 from dapo_jax.extras.sft import training as supervised
 from dapo_jax.extras.sft.rows import Turns, make_group, placed
 from dapo_jax.extras.sft.settings import DpoConfig, SftConfig

@@ -2,12 +2,11 @@
 
 from typing import ClassVar, Literal
 
-from dapo_jax.config.settings import section, setting
+from dapo_jax.config.settings import Section, setting
 from dapo_jax.types.rules import Unit
 
 
-@section
-class TeacherSettings:
+class TeacherSettings(Section):
     """Teacher of a distillation: a model folder of any shape, or the policy itself."""
 
     combinations: ClassVar = """

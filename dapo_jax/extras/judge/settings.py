@@ -2,12 +2,11 @@
 
 from typing import ClassVar
 
-from dapo_jax.config.settings import section, setting
+from dapo_jax.config.settings import Section, setting
 from dapo_jax.types.rules import Count, CountOr0, Positive, PositiveOr0, Temperature, Url
 
 
-@section
-class JudgeSettings:
+class JudgeSettings(Section):
     """A language model behind OpenAI's chat endpoint that grades responses (part `judge`).
 
     The key is read from the environment variable OPENAI_API_KEY."""

@@ -2,11 +2,10 @@
 
 from typing import ClassVar, Literal
 
-from dapo_jax.config.settings import section, setting
+from dapo_jax.config.settings import Section, setting
 
 
-@section
-class MathSettings:
+class MathSettings(Section):
     """Answers that the verifiers math, math_box and math_label accept."""
 
     combinations: ClassVar = "reward.verifier!=math|math_box|math_label -> extras.math."

@@ -12,7 +12,7 @@ import sys
 
 from dapo_jax.config import cli
 from dapo_jax.config.experiment import Config
-from dapo_jax.config.settings import check_settings, defaults, leaves, section, setting
+from dapo_jax.config.settings import Section, assign_text, check_settings, defaults, leaves, setting
 from dapo_jax.run import command_line
 from dapo_jax.types.errors import ConfigError
 from dapo_jax.types.rules import Count, PositiveOr0, Share, Unit
@@ -20,8 +20,7 @@ from dapo_jax.types.rules import Count, PositiveOr0, Share, Unit
 ONE_TURN = "turns of the environment are not counted: a response is one turn, without observations"
 
 
-@section
-class PlanSettings:
+class PlanSettings(Section):
     """Flags of `dapo-jax plan`, in addition to the config that it plans."""
 
     topology: str = setting("", "KIND:SHAPE, as in v5p:4x4x4, v5e:2x4 or v6e:16x16.")
@@ -39,10 +38,14 @@ class PlanSettings:
 
 def read_flags() -> PlanSettings:
     """Read the flags of a plan, and leave the rest of the command line for the config."""
-    settings, rest = PlanSettings(), []
-    names = {name: name for name in defaults(PlanSettings)}
+    settings, given, rest = PlanSettings(), {}, []
     try:
-        cli.override(settings, sys.argv[1:], names, others=rest)
+        for flag, text in cli.split_flags(sys.argv[1:], {"json", *cli.flag_names(Config)[1]}):
+            if flag in defaults(PlanSettings):
+                cli.check_once(flag, given.setdefault(flag, text), text)
+                assign_text(settings, flag, text)
+            else:
+                rest.append(f"--{flag}={text}" if flag else text)
         check_settings(settings)
     except ConfigError as error:
         cli.exit_with_error(re.sub(r"^config\.", "--", str(error)))

@@ -10,7 +10,7 @@ Curves of several runs lie over each other, a line per run. A run may still be i
 import glob
 import pathlib
 
-from dapo_jax.config.settings import section, setting
+from dapo_jax.config.settings import Section, setting
 from dapo_jax.run import command_line
 from dapo_jax.runtime.storage.files import folder_at
 from dapo_jax.types.errors import require
@@ -18,8 +18,7 @@ from dapo_jax.types.errors import require
 MARK = b'<meta name="generator" content="dapo-jax report">'
 
 
-@section
-class ReportConfig:
+class ReportConfig(Section):
     """One page that shows runs (`dapo-jax report`)."""
 
     run: str = setting("", "The run_dir of a run, or a glob of several; may be repeated.")

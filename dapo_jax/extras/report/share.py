@@ -9,7 +9,7 @@ from typing import Any
 import jax
 
 from dapo_jax.config.experiment import Config
-from dapo_jax.config.settings import leaves
+from dapo_jax.config.settings import allowed_values, leaves
 from dapo_jax.extras.plan.programs import PACKAGES, versions
 from dapo_jax.extras.plan.published_shapes import NAMES
 from dapo_jax.extras.report.page import charts
@@ -27,7 +27,7 @@ def share(run: RecordedRun) -> str:
     known = [name for name in NAMES if folder.startswith(name.lower())]
     settings = {}
     for name, field, default in leaves(Config()):
-        value, allowed = run.settings.get(name, default), field.metadata["rule"].allowed
+        value, allowed = run.settings.get(name, default), allowed_values(field)
         if value != default:
             is_ours = is_number(value) or (isinstance(allowed, Choices) and value in allowed)
             settings[name] = value if is_ours else "not shared"

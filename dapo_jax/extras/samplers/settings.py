@@ -3,12 +3,11 @@
 from typing import ClassVar
 
 from dapo_jax.config.experiment import OneMesh
-from dapo_jax.config.settings import part, section, setting
+from dapo_jax.config.settings import Section, part, setting
 from dapo_jax.types.rules import CountOr0, Port, Positive, Url
 
 
-@section
-class SamplersSettings:
+class SamplersSettings(Section):
     """Processes of `dapo-jax sampler` that sample groups for a run (`sampler.engine=samplers`)."""
 
     combinations: ClassVar = """
@@ -21,8 +20,7 @@ class SamplersSettings:
     lease_seconds: Positive = setting(60.0, "Silence that ends a sampler's lease.", may_change=True)
 
 
-@section
-class SamplerConfig:
+class SamplerConfig(Section):
     """A process that samples groups for a trainer (`dapo-jax sampler`)."""
 
     combinations: ClassVar = """

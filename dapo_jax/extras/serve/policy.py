@@ -7,9 +7,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from dapo_jax.config.experiment import Compute, Sampler
+from dapo_jax.config.settings import AUTO
 from dapo_jax.data.prompts.tokenizer import Tokenizer
 from dapo_jax.extras.serve.fields import RequestError, need
-from dapo_jax.extras.serve.settings import AUTO, ServeConfig
+from dapo_jax.extras.serve.settings import ServeConfig
 from dapo_jax.model import load_huggingface
 from dapo_jax.model.config_json import text_part
 from dapo_jax.model.decoder import DecoderConfig

@@ -3,7 +3,7 @@
 from typing import Annotated, ClassVar, Literal
 
 from dapo_jax.config.experiment import Cache, OneMesh
-from dapo_jax.config.settings import part, section, setting
+from dapo_jax.config.settings import Section, part, setting
 from dapo_jax.types.rules import (
     Count,
     CountOr0,
@@ -17,11 +17,8 @@ from dapo_jax.types.rules import (
     Temperature,
 )
 
-AUTO = -1
 
-
-@section
-class ServeConfig:
+class ServeConfig(Section):
     """A served policy (`dapo-jax serve`)."""
 
     combinations: ClassVar = """
@@ -35,13 +32,13 @@ class ServeConfig:
     host: str = setting("127.0.0.1", "Address to listen on; the default is this machine only.")
     http_port: Port = setting(8000, "Port of OpenAI's HTTP protocol; 0: any that is free.")
     max_prompt_tokens: Annotated[int, Range(at_least=1, at_most=32_767, also=-1)] = setting(
-        -1, "Longest prompt; 'auto' (-1): the context, or what fits into memory.", auto=-1
+        -1, "Longest prompt; 'auto' (-1): the context, or what fits into memory."
     )
     max_response_tokens: Annotated[int, Range(above=0, also=-1)] = setting(
-        -1, "Largest max_tokens of a request. 'auto' (-1): the remaining context.", auto=-1
+        -1, "Largest max_tokens of a request. 'auto' (-1): the remaining context."
     )
     default_max_tokens: Annotated[int, Range(above=0, also=-1)] = setting(
-        1024, "max_tokens of a request without it; 'auto' (-1): the largest.", auto=-1
+        1024, "max_tokens of a request without it; 'auto' (-1): the largest."
     )
     slots: Count = setting(32, "Responses decoded in parallel.")
     waiting: Count = setting(128, "Responses that wait for a slot; more are rejected.")

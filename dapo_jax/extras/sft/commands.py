@@ -3,7 +3,6 @@
 import functools
 import pathlib
 
-from dapo_jax.config.validation import check_warmup
 from dapo_jax.extras.sft.settings import DpoConfig, SftConfig, Supervised
 from dapo_jax.run import command_line
 from dapo_jax.runtime.signals import Signals
@@ -40,7 +39,6 @@ def check_folder(config: Supervised) -> None:
     from dapo_jax.runtime.storage.output_folder import check_free
 
     read_fields(config.data, config.kind)
-    check_warmup(config)
     for out in [config.out, adapter_folder(config.out)][: 1 + (config.lora.rank > 0)]:
         check_free("out", out, config.output)
     if config.kind == "pairs" or not is_generated(config.data.source):

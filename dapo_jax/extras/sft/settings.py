@@ -2,7 +2,7 @@
 
 from typing import Annotated, ClassVar
 
-from dapo_jax.config.combinations import Checks, check_table
+from dapo_jax.config.checks import Checks, check_row_length, check_table
 from dapo_jax.config.experiment import (
     SYSTEM_PROMPT,
     Compute,
@@ -12,8 +12,7 @@ from dapo_jax.config.experiment import (
     Optimizer,
     Packing,
 )
-from dapo_jax.config.settings import part, section, setting
-from dapo_jax.config.validation import check_row_length, check_terms
+from dapo_jax.config.settings import Section, part, setting
 from dapo_jax.runtime.storage.output_folder import PREFERRING, TRAINED
 from dapo_jax.types.rules import AutoCount, Count, CountOr0, Positive, Range, Seed
 
@@ -27,8 +26,7 @@ data.source!=word_problems|calculator_problems|gym:* -> data.generated_examples
 """
 
 
-@section
-class Architecture:
+class Architecture(Section):
     """Shape of a new policy (Qwen2 family)."""
 
     layers: Count = setting(3, "Decoder layers.")
@@ -42,8 +40,7 @@ class Architecture:
     )
 
 
-@section
-class OwnData:
+class OwnData(Section):
     """A user's own examples, or pairs of them."""
 
     source: str = setting(
@@ -62,8 +59,7 @@ class OwnData:
     passes: Positive = setting(3.0, "Passes over the examples, if total_steps is 0.")
 
 
-@section
-class Supervised:
+class Supervised(Section):
     """What runs on examples and on pairs have in common."""
 
     needs_file: ClassVar = False
@@ -82,7 +78,6 @@ class Supervised:
     mesh: OneMesh = part(OneMesh)
 
 
-@section
 class SftConfig(Supervised):
     """A supervised run on examples (`dapo-jax sft`); writes a model folder."""
 
@@ -105,7 +100,6 @@ class SftConfig(Supervised):
         if self.data.source not in GENERATED:
             yield from check_table(self, OWN_EXAMPLES)
             return
-        yield from check_terms("examples", self.examples)
         longest = 2 * self.examples.max_terms  # a digit and a sign each
         yield from check_row_length(self.packing, longest + self.max_response_tokens)
         shape = self.architecture
@@ -114,7 +108,6 @@ class SftConfig(Supervised):
         yield "architecture.kv_heads", shape.heads % shape.kv_heads == 0, allowed
 
 
-@section
 class DpoConfig(Supervised):
     """Preference optimisation on offline pairs (`dapo-jax dpo`); writes a model folder."""
 

@@ -2,12 +2,11 @@
 
 from typing import ClassVar
 
-from dapo_jax.config.settings import section, setting
+from dapo_jax.config.settings import Section, setting
 from dapo_jax.types.rules import Urls
 
 
-@section
-class VllmSettings:
+class VllmSettings(Section):
     """Servers of vLLM that sample for a run (`sampler.engine=vllm`)."""
 
     combinations: ClassVar = """

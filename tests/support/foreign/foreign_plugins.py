@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from dapo_jax.config.settings import section, setting
+from dapo_jax.config.settings import Section, setting
 from dapo_jax.model.families import QWEN2
 from dapo_jax.types.contracts import RunSink, VerifierResult
 from dapo_jax.types.rules import Count
@@ -15,8 +15,7 @@ def last_digit(response: str, gold: str, prompt: str) -> VerifierResult:
     return VerifierResult(found == gold[-1], found, "direct")
 
 
-@section
-class BrevitySettings:
+class BrevitySettings(Section):
     """Lengths of short responses."""
 
     combinations = "reward.parts!~brevity -> extras.brevity."
