@@ -14,7 +14,14 @@ from dapo_jax import algorithms
 from dapo_jax.config.algorithms import Algorithm
 from dapo_jax.config.checks import OWN, TRAINING, parse_table, tables, validate
 from dapo_jax.config.experiment import Config, ExportConfig
-from dapo_jax.config.settings import allowed_values, fields, from_dict
+from dapo_jax.config.settings import (
+    Section,
+    allowed_values,
+    check_settings,
+    fields,
+    from_dict,
+    setting,
+)
 from dapo_jax.data.prompts.templates import TEMPLATES, open_template
 from dapo_jax.extras.math.settings import MathSettings
 from dapo_jax.extras.math.verifier import BY_VALUE
@@ -25,16 +32,17 @@ from dapo_jax.learner.losses import KL_ESTIMATORS, LOSS_WEIGHTS, RATIOS, TRAINED
 from dapo_jax.learner.update import SCHEDULES
 from dapo_jax.model.load_huggingface import DTYPES
 from dapo_jax.types.errors import ConfigError, present_name
-from dapo_jax.types.rules import Choices
-
-# preset | overrides below `config.` | what the message has to name: field, value, what is allowed
-REFUSED = read_table(__file__, "refused")
+from dapo_jax.types.rules import Choices, Count
 
 
-@pytest.mark.parametrize(("preset", "overrides", "words"), REFUSED)
-def test_a_senseless_combination_names_field_value_and_allowed(preset, overrides, words, capsys):
+# preset, or base: a supervised run | overrides | words of the message: field, value, allowed
+@pytest.mark.parametrize(("preset", "overrides", "words"), read_table(__file__, "refused"))
+def test_a_wrong_setting_or_combination_names_field_value_and_allowed(
+    preset, overrides, words, capsys
+):
+    kind, file = (SftConfig, BASE) if preset == "base" else (Config, f"{RL}:{preset}")
     flags = [f"--config.{text}" for text in overrides.split()]
-    message = refusal(Config, [f"{RL}:{preset}", *flags], capsys)
+    message = refusal(kind, [file, *flags], capsys)
     field, allowed = message.split("must be", 1)
     name, value, *rest = words.split()
     assert field.endswith(f"{name} = {value}: "), message
@@ -53,12 +61,6 @@ def test_every_preset_of_rewards_is_a_valid_run(preset):
 @pytest.mark.parametrize(("preset", "overrides"), read_table(__file__, "allowed"))
 def test_the_other_side_of_a_refusal_is_allowed(preset, overrides):
     load(Config, f"{RL}:{preset}", *(f"--config.{text}" for text in overrides.split()))
-
-
-def test_a_supervised_run_is_refused_what_it_can_not_use(capsys):
-    for override, words in read_table(__file__, "supervised"):
-        message = refusal(SftConfig, [BASE, f"--config.{override}"], capsys)
-        assert all(word in message for word in words), message
 
 
 CHOICES = {
@@ -98,25 +100,9 @@ def test_tables_of_combinations_name_settings_and_values_that_exist(kind):
             assert values <= ({"true", "false"} if isinstance(value, bool) else {"-1", "0", "1"})
 
 
-@pytest.mark.parametrize(("preset", "reader", "overrides"), read_table(__file__, "unread"))
-def test_a_setting_that_another_one_turns_off_is_refused(preset, reader, overrides, capsys):
-    """The last of the overrides; nothing would read it."""
-    flags = [f"--config.{text}" for text in overrides.split()]
-    message = refusal(Config, [f"{RL}:{preset}", *flags], capsys)
-    name = overrides.split()[-1].partition("=")[0]
-    assert f"config.{name} = " in message and f" with {reader} = " in message, message
-    assert "nothing reads it" in message
-
-
 def test_a_users_function_may_read_any_setting_of_its_choice():
     algorithm = Algorithm(advantage="own:f", gamma=0.9, pass_k=8, dynamic_sampling=False)
     validate(Config(algorithm=algorithm))
-
-
-@pytest.mark.parametrize(("overrides", "words"), read_table(__file__, "extras"))
-def test_settings_of_extras_are_checked_with_the_run(overrides, words, capsys):
-    message = refusal(Config, [RL, *(f"--config.{text}" for text in overrides.split())], capsys)
-    assert all(word in message for word in words.split()), message
 
 
 @pytest.mark.parametrize("name", ["teacher.folder", "reward.judge.model", "sampler.port"])
@@ -130,6 +116,20 @@ def test_the_old_name_of_a_setting_of_an_extra_leads_to_the_new_one(name, capsys
         from_dict(Config, tables)
     with pytest.raises(AttributeError, match="it is now config.extras"):
         operator.attrgetter(name)(Config())
+
+
+def test_a_table_of_some_settings_of_a_section_keeps_the_others():
+    config = from_dict(DpoConfig, {"optimizer": {"eps": 1e-6}, "data": {"fields": "prompt=x"}})
+    assert (config.optimizer.schedule, config.data.passes) == ("linear", 1.0)
+
+
+class Quoted(Section):
+    number: "Count" = setting(1, "A setting whose annotation is a text.")
+
+
+def test_quoted_annotations_limit_the_values_too():
+    with pytest.raises(ConfigError, match="config.number = 0: must be above 0"):
+        check_settings(Quoted(number=0))
 
 
 def test_sections_of_extras_are_read_from_tables_and_equal_their_defaults():

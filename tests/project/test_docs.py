@@ -132,7 +132,7 @@ def test_the_page_of_settings_has_all_of_them_once(site):
     for name, field, value in leaves(Config()):
         if not name.startswith("critic.optimizer."):  # named as a section
             assert name in ids
-            auto = AUTO if takes_auto(field) else 0
+            auto = AUTO if takes_auto(field) else None
             shown = {auto: "auto", True: "true", False: "false", "": "empty"}.get(value, value)
             shown = value if type(value) in (int, float) and value != auto else shown
             kind = TYPE_NAMES[type(value)] + " or auto" * bool(auto)
