@@ -464,7 +464,7 @@ class Config(Section):
     evaluation: Evaluation = part(Evaluation)
     log: Log = part(Log)
     watch: Watch = part(Watch)
-    extras: Any = part(open_extras)
+    extras: Section = part(open_extras)
 
     def rows(self) -> Packing:
         """Return the packing that is compiled first: 'auto' begins with the shortest rows."""

@@ -69,8 +69,7 @@ def explain(field: dataclasses.Field) -> str:
 def _describe(field: dataclasses.Field) -> str:
     """Return a line of the docstring of a section: a setting, its type, default, explanation."""
     if field.default is dataclasses.MISSING:
-        kind = getattr(field.type, "__name__", field.type)
-        return f"    {field.name}: a section, see help of {kind}"
+        return f"    {field.name}: a section, see help of {getattr(field.type, '__name__', '')}"
     kind = type(field.default).__name__
     return f"    {field.name} ({kind}, default {field.default!r}): {explain(field)}"
 
@@ -133,12 +132,11 @@ class Section:
 
 def _read_section(field: dataclasses.Field, value: Any, name: str) -> Any:
     """Return the section that a value is: itself, a dictionary of settings, or a preset's name."""
-    usual: Any = field.default_factory()  # type: ignore[operator]
+    kind: Any = field.type
     if isinstance(value, dict):
-        return _fill(usual, value, f"{name}.")
-    if isinstance(value, str) and hasattr(usual, "preset"):
-        return usual.preset(value)
-    kind = type(usual)
+        return _fill(field.default_factory(), value, f"{name}.")  # type: ignore[operator]
+    if isinstance(value, str) and hasattr(kind, "preset"):
+        return kind.preset(value)
     require(isinstance(value, kind), name, value, f"a table of settings, or {kind.__name__}(...)")
     return value
 
