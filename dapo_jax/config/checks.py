@@ -83,7 +83,7 @@ kl=reward -> kl_estimator=k1|module:function: others push the policy away from t
 kl_estimator!=k3 -> kl_importance=false: the ratio corrects the expectation of k3
 advantage=zero -> distillation=reverse|jsd: it teaches nothing alone
 advantage=zero -> dynamic_sampling=false: every group teaches something
-advantage=one|preference -> distillation!=reverse|evidence: it is no expectation over samples
+advantage=one|preference -> distillation!=reverse|evidence: it is not an expectation over samples
 advantage=zero distillation=jsd -> ratio=none
 advantage=@group -> rollout.samples_per_prompt>1: a group of one has no statistics
 dynamic_sampling=true -> rollout.samples_per_prompt>1: a group of one can't differ in correctness

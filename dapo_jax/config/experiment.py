@@ -27,7 +27,7 @@ from dapo_jax.types.rules import (
 )
 
 DEFAULT_HELDOUT = 256
-OF_THE_ANSWER = ("rule", "gym")  # reward parts that compare with the gold answer
+ANSWER_PARTS = ("rule", "gym")  # reward parts that compare with the gold answer
 # Reward parts without a verdict.
 SHAPING = ("format", "think_format", "repetition", "overlong", "length")
 SYSTEM_PROMPT = "System message for rows without one, if the template shows it; empty: none."
@@ -317,13 +317,13 @@ class Reward(Section):
 
     def needs_answer(self) -> bool:
         """Return True if responses are compared with the gold answer."""
-        decides = self.correct == "verifier" or not set(OF_THE_ANSWER).isdisjoint(self.weights())
+        decides = self.correct == "verifier" or not set(ANSWER_PARTS).isdisjoint(self.weights())
         plugin = registry.find("verifiers", self.verifier)
         return decides and getattr(plugin, "reads_answers", True)
 
     def reads_verdicts(self) -> bool:
         """Return True if a reward or the choice of groups depends on the verifier."""
-        read = {*OF_THE_ANSWER, "tests", "format"}
+        read = {*ANSWER_PARTS, "tests", "format"}
         return self.correct == "verifier" or not read.isdisjoint(self.weights())
 
     def weights(self) -> dict[str, float]:

@@ -324,7 +324,7 @@ def place_rewards(
 
 # --- errors and limits ----------------------------------------------------------------------
 
-_OF_ERRORS: tuple[tuple[type[BaseException] | tuple, Outcome], ...] = (
+_ERROR_OUTCOMES: tuple[tuple[type[BaseException] | tuple, Outcome], ...] = (
     (TimeoutError, Outcome.TIMEOUT),
     (MemoryError, Outcome.MEMORY),
     ((ConnectionError, socket.gaierror), Outcome.JUDGE_UNAVAILABLE),
@@ -342,7 +342,7 @@ def make_failure(error: BaseException, other: Outcome, text: str = "") -> Failur
     text = text or f"{type(error).__name__}: {error}"
     cause: BaseException | None = error
     while cause is not None:  # clients of services wrap the errors of sockets
-        for kind, outcome in _OF_ERRORS:
+        for kind, outcome in _ERROR_OUTCOMES:
             if isinstance(cause, kind):
                 return Failure(outcome, text)
         cause = cause.__cause__ or cause.__context__

@@ -233,11 +233,11 @@ class Run:
                 self.complete_row(self.progress.unwritten)
             while self.state.step < config.total_steps:
                 self.step()
-            signals.at_safe_place()
+            signals.cancel_forced_exit()
             return self.finish()
         except Interrupted:
             signals()  # each process learns which signal another one received
-            signals.at_safe_place()
+            signals.cancel_forced_exit()
             self.keep()
             self.components.progress.say(
                 f"stopped by {signals.received} after step {self.state.step}; saved in "
@@ -245,7 +245,7 @@ class Run:
             )
             return None
         except (Starved, ConfigError):  # or a user function that failed
-            signals.at_safe_place()
+            signals.cancel_forced_exit()
             self.keep()
             raise
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from dapo_jax.config.experiment import OF_THE_ANSWER, Config
+from dapo_jax.config.experiment import ANSWER_PARTS, Config
 from dapo_jax.config.settings import leaves
 from dapo_jax.types.structs import ROUNDING
 
@@ -289,7 +289,7 @@ def _trains_on_correctness(settings: Settings) -> bool:
         or settings["algorithm.trained_responses"] != "all"
         or settings["algorithm.positive_nll_coefficient"] > 0
     )
-    is_rewarded = not _parts(settings).isdisjoint(OF_THE_ANSWER)
+    is_rewarded = not _parts(settings).isdisjoint(ANSWER_PARTS)
     return is_rewarded or is_needed and settings["reward.correct"] == "verifier"
 
 

@@ -13,7 +13,7 @@ import numpy as np
 from jax.experimental.layout import Format
 from jax.sharding import Mesh, NamedSharding, Sharding
 
-from dapo_jax.runtime.sharding import AXES, by_slice, fills_a_box, make_mesh
+from dapo_jax.runtime.sharding import AXES, by_slice, is_contiguous, make_mesh
 from dapo_jax.types.errors import require
 
 WEIGHT_AXES = ("expert", "decode_tensor", "tensor")  # axes that shard weights in decoding
@@ -38,7 +38,7 @@ def split_devices(devices: Sequence, share: float, block: int) -> tuple[Sequence
     require(is_whole, "mesh.sampler_share", share, _allowed(block))
     kind = devices[0].device_kind
     if devices[0].platform == "tpu" and "lite" in kind:  # a two-dimensional torus
-        fits = all(map(fills_a_box, by_slice(learning) + by_slice(sampling)))
+        fits = all(map(is_contiguous, by_slice(learning) + by_slice(sampling)))
         allowed = (
             f"0 on several hosts of {kind}: its compiler needs chips without gaps between them"
         )

@@ -84,7 +84,7 @@ def make_mesh(
     allowed = f"a multiple of the {len(slices)} slices, across which gradients are summed"
     require(shape[0] % len(slices) == 0, "mesh.data", shape[0], allowed)
     each = (shape[0] // len(slices), *shape[1:])
-    if devices[0].platform == "tpu" and all(map(fills_a_box, slices)):
+    if devices[0].platform == "tpu" and all(map(is_contiguous, slices)):
         arrange = functools.partial(mesh_utils.create_device_mesh, allow_split_physical_axes=True)
         grids = [arrange(each, chips) for chips in slices]
     else:
@@ -102,7 +102,7 @@ def by_slice(devices: Sequence) -> list[list]:
     return [slices[number] for number in sorted(slices)]
 
 
-def fills_a_box(devices: Sequence) -> bool:
+def is_contiguous(devices: Sequence) -> bool:
     """Return True if the chips of a slice fill a box of their torus."""
     coordinates = np.array([device.coords for device in devices])
     extents = coordinates.max(axis=0) - coordinates.min(axis=0) + 1

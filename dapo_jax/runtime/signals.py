@@ -26,7 +26,7 @@ class Signals:
     is a KeyboardInterrupt after the save. A second signal is raised immediately, and exits the
     process if Python does not handle it within `SAME_SECONDS`, except in interactive sessions.
 
-    A command exits without saving after `leave_seconds` (0: never) unless `at_safe_place` was
+    A command exits without saving after `leave_seconds` (0: never) unless `cancel_forced_exit` was
     called.
     """
 
@@ -119,7 +119,7 @@ class Signals:
         """Return True if this process received a signal; others may not know."""
         return self.received != ""
 
-    def at_safe_place(self) -> None:
+    def cancel_forced_exit(self) -> None:
         """Cancel the forced exit, because a save follows."""
         self._safe.set()
 

@@ -25,7 +25,7 @@ from dapo_jax.types.structs import SamplerCounts, TurnCounts
 
 EXCHANGE = "/v1/exchange"
 MAX_BYTES = 1 << 28  # of a message, also decompressed
-LOOK_SECONDS = 0.02  # between looks at new groups while a sampler waits
+POLL_SECONDS = 0.02  # between looks at new groups while a sampler waits
 WAIT_SECONDS = 1.0  # that a sampler without work is kept waiting
 
 
@@ -98,10 +98,10 @@ class LeaseServer:
                 self._leases.answer(name, key, answer)
         except WrongAnswer as error:
             return self._refuse(name, f"an answer is none: {error}")
-        looks = int(WAIT_SECONDS / LOOK_SECONDS) * (room > 0 and not held)
+        looks = int(WAIT_SECONDS / POLL_SECONDS) * (room > 0 and not held)
         while not (tasks := self._leases.lease(name, room)) and looks:
             looks -= 1
-            await asyncio.sleep(LOOK_SECONDS)
+            await asyncio.sleep(POLL_SECONDS)
         reply = {"leases": tasks, "ended": ended}
         return Response(await asyncio.to_thread(group_format.dump, reply))
 
