@@ -227,7 +227,7 @@ class Environment(Section):
     )
     tools: str = setting("", "Tools of the policy: module:function, comma-separated.")
     max_turns: Count = setting(8, "Limit of turns of a trajectory.")
-    max_drawn_tokens: CountOr0 = setting(
+    max_sampled_tokens: CountOr0 = setting(
         0, "Limit of sampled tokens of a trajectory; 0: max_response_tokens (with observations)."
     )
     max_observation_tokens: Count = setting(256, "Limit of an observation; a longer one is cut.")
@@ -479,10 +479,10 @@ class Config(Section):
         """Return the largest number of tokens of a prompt and its response."""
         return self.data.max_prompt_tokens + self.sampler.max_response_tokens
 
-    def drawn_budget(self) -> int:
+    def sampled_budget(self) -> int:
         """Return the largest number of sampled tokens of a response or a trajectory."""
         limit = self.sampler.max_response_tokens
-        return min(self.environment.max_drawn_tokens or limit, limit)
+        return min(self.environment.max_sampled_tokens or limit, limit)
 
     def reward_bursts(self) -> int:
         """Return after how many bursts rewards are read; 0: as soon as they are there."""

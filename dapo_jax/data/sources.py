@@ -1,7 +1,7 @@
 """Sources of problems that `data.source` and `data.heldout_source` name: generated tasks and files.
 
 No training problem is a held-out problem, by `Problem.fingerprint`. Files are filtered here; a
-generated problem is checked when it is drawn.
+generated problem is checked when it is sampled.
 """
 
 import dataclasses

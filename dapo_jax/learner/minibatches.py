@@ -257,7 +257,7 @@ def make_batch(
     if entropy_weight:
         arrays["entropy_weights"] = (entropy_weight * weights).astype(np.float32)
     if algorithm.old_logprobs == "interpolate":
-        ages = [np.repeat(*np.array(s.completion.drawn_by or [(step, 0)]).T) for s in segments]
+        ages = [np.repeat(*np.array(s.completion.sampled_by or [(step, 0)]).T) for s in segments]
         shares = [(step - made) / (step + 1.0 - made) for made in ages]
         arrays["interpolation"] = place_tokens(shares, index).astype(np.float32)
     # ECHO's cross-entropy is a mean over the observed tokens.
@@ -281,7 +281,7 @@ def make_train_batches(
     entropy_weight: float = 0.0,
 ) -> Iterator[TrainBatch]:
     """Yield the batch of each update; the next one is made while the devices compute."""
-    budget = config.drawn_budget()
+    budget = config.sampled_budget()
     planned = prompts_per_update(config), config.seed, step, entropy_weight
     for u, segments in enumerate(minibatches.segments):
         part, targets = tree_index((scored, estimates), u)

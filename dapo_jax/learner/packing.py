@@ -215,7 +215,9 @@ def _pack_row(
             place = put(segment, group.shared, segment.length)
             completion = segment.completion
             response = slice(place.stop - len(completion.tokens), place.stop)
-            row["response_index"][response] = np.where(completion.drawn, segment.index, OBSERVED)
+            row["response_index"][response] = np.where(
+                completion.is_sampled, segment.index, OBSERVED
+            )
             row["sampler_logprobs"][response] = completion.sampler_logprobs
             if completion.supports is not None:
                 mass, row["edges"][response] = completion.supports.T

@@ -74,7 +74,7 @@ class Prefix(struct.PyTreeNode):
     last_token: Int[Array, "B"]
     true_length: Int[Array, "B"]
     key: jax.Array  # [B]
-    drawn: Int[Array, "B"]  # number of last tokens that belong to a resumed response
+    resumed_tokens: Int[Array, "B"]  # last tokens, which belong to a resumed response
     routes: Int[Array, "B P L k"] | None = None  # if the engine records them
     tokens: Int[Array, "B P"] | None = None  # if the engine proposes tokens
 

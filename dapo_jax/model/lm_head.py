@@ -186,11 +186,15 @@ def _forward(
         at = shard.local(targets, logits.shape[1])
         logits = _within(logits - largest[:, None], edges, at)
         powers = jnp.exp(logits)
-        drawn = jnp.take_along_axis(logits, at[:, None], axis=-1, mode="fill", fill_value=0.0)[:, 0]
-        sums = drawn, jnp.sum(powers, axis=-1), jnp.sum(powers * logits, axis=-1)
-        drawn, total, weighted = shard.add(jnp.stack(sums))
+        target_logits = jnp.take_along_axis(
+            logits, at[:, None], axis=-1, mode="fill", fill_value=0.0
+        )[:, 0]
+        sums = target_logits, jnp.sum(powers, axis=-1), jnp.sum(powers * logits, axis=-1)
+        target_logits, total, weighted = shard.add(jnp.stack(sums))
         log_total = jnp.log(total)
-        softmax = Softmax(drawn - log_total, log_total - weighted / total, largest, log_total)
+        softmax = Softmax(
+            target_logits - log_total, log_total - weighted / total, largest, log_total
+        )
         return softmax, logits if keeps else None
 
     softmax, kept = chunks.map(chunk_softmax, *chunks.cut(hidden, targets, edges))

@@ -57,7 +57,7 @@ RULES: dict[str, Callable[[Config, Completion, Verdict], float]] = {
         config.algorithm.reward_correct if verdict.correct else config.algorithm.reward_wrong
     ),
     "format": lambda config, completion, verdict: float(verdict.extracted is not None),
-    "repetition": lambda config, completion, verdict: -repetition(completion.drawn_tokens),
+    "repetition": lambda config, completion, verdict: -repetition(completion.sampled_tokens),
     "environment": lambda config, completion, verdict: sum(
         completion.rewards[-1:] if config.environment.rewards == "last" else completion.rewards
     ),
@@ -84,7 +84,7 @@ def reward_parts(
         parts[name] = weight * np.array(values, np.float64)
     if config.algorithm.overlong_punishment:
         lengths = np.array([len(completion) for completion in completions])
-        budget = config.drawn_budget()
+        budget = config.sampled_budget()
         buffer = max(1, round(config.algorithm.overlong_buffer_share * budget))
         parts["overlong"] = overlong_punishment(lengths, budget, buffer)
     return parts
@@ -94,7 +94,7 @@ def _add_step_rewards(verdict: Verdict, completion: Completion, weight: float) -
     """Add the rewards of the environment's steps to the last tokens of their turns."""
     if not len(completion):
         return verdict
-    turns = [turn.tokens for turn in completion.turns if turn.drawn] or [len(completion)]
+    turns = [turn.tokens for turn in completion.turns if turn.is_sampled] or [len(completion)]
     ends = np.cumsum(turns)[: len(completion.rewards)]
     rewards = np.zeros(len(completion))
     rewards[ends - 1] = weight * np.array(completion.rewards)

@@ -319,11 +319,11 @@ def _start_responses(
         texts=texts,
         last_token=place(state.last_token, prefix.last_token[rows]),
         length=place(state.length, prefix.true_length[rows] - 1),
-        generated=place(state.generated, prefix.drawn[rows]),
+        generated=place(state.generated, prefix.resumed_tokens[rows]),
         active=place(state.active, True),
         key=place(state.key, keys),
         routes=routes,
-        known=None if state.known is None else place(state.known, prefix.drawn[rows]),
+        known=None if state.known is None else place(state.known, prefix.resumed_tokens[rows]),
         rules=jax.tree.map(place, state.rules, rules),
     )
 

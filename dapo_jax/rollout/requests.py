@@ -150,7 +150,7 @@ def make_completion(
     if before.supports is not None and output.supports is not None:
         fields["supports"][:known] = before.supports
     turns = before.turns
-    if turns and turns[-1].drawn:
+    if turns and turns[-1].is_sampled:
         turns = (*turns[:-1], Turn(True, turns[-1].tokens + length - known, ""))
     elif turns:  # the first turn after an observation
         turns = (*turns, Turn(True, length - known, ""))
@@ -158,7 +158,7 @@ def make_completion(
     return Completion(
         np.concatenate([before.tokens, tokens[known:]]),
         np.concatenate([before.sampler_logprobs, logprobs[known:]]),
-        earlier=before.earlier if same_policy else before.drawn_by,
+        earlier=before.earlier if same_policy else before.sampled_by,
         rewards=before.rewards,
         failures=before.failures,
         turns=turns,
@@ -212,7 +212,7 @@ class Trajectories:
     @property
     def sampled_limit(self) -> int:
         """Maximum number of tokens that a trajectory samples."""
-        limit = self._environments.settings.max_drawn_tokens if self._environments else 0
+        limit = self._environments.settings.max_sampled_tokens if self._environments else 0
         return min(limit or self._max_tokens, self._max_tokens)
 
     @property
@@ -250,7 +250,7 @@ class Trajectories:
         prompt = group.prompt
         key = [*self._key, group.step, prompt.index, completion.sample]
         seed = int(np.random.SeedSequence(key).generate_state(1)[0])
-        texts = [turn.text for turn in completion.turns if turn.drawn] or [completion.text]
+        texts = [turn.text for turn in completion.turns if turn.is_sampled] or [completion.text]
         request = self._environments.submit(prompt, seed, texts, completion.failures)
         self.counts.turns += 1
         self._awaiting.append(Trajectory(burst, group, completion, request, **kept))
@@ -293,7 +293,7 @@ class Trajectories:
             counts.ended_by_tokens += reply.cut
             waiting.completion = dataclasses.replace(completion, truncated=reply.cut)
             return
-        by_turns = sum(turn.drawn for turn in turns) >= self._environments.settings.max_turns
+        by_turns = sum(turn.is_sampled for turn in turns) >= self._environments.settings.max_turns
         remaining = self._max_tokens - len(completion.tokens) - len(reply.tokens)
         by_tokens = remaining <= 0 or len(completion) >= self.sampled_limit
         if by_turns or by_tokens:

@@ -249,7 +249,7 @@ class Scheduler:
         begun = {response.sample: response for response in carried.begun} if carried else {}
         for response in begun.values():
             # A carried response that had ended its turn still needs the environment's reply.
-            observed = response.turns and not response.turns[-1].drawn
+            observed = response.turns and not response.turns[-1].is_sampled
             ended = not observed and self._has_ended(response.tokens)
             if not ended or not self._trajectories.request(group, response, self.counts.bursts):
                 self._waiting.append(self._resumed(group, response))

@@ -163,7 +163,7 @@ def describe_turns(completion: Completion) -> Text:
     parts = []
     for turn in completion.turns or (Turn(True, 0, completion.text),):
         text = _tail(turn.text, ANSWER_TAIL)
-        parts.append(Text(text) if turn.drawn else Text(f"[{text}]", "dim italic"))
+        parts.append(Text(text) if turn.is_sampled else Text(f"[{text}]", "dim italic"))
     return Text(" | ").join(parts)[-ANSWER_TAIL:]
 
 

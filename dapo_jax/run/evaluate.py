@@ -130,7 +130,7 @@ class ResponseFile:
 DECIDING = (
     "seed data.template sampler.max_response_tokens evaluation.temperature evaluation.top_p "
     "compute.dtype sampler.cache_dtype sampler.weights_dtype environment.name environment.tools "
-    "environment.max_turns environment.max_drawn_tokens environment.max_observation_tokens "
+    "environment.max_turns environment.max_sampled_tokens environment.max_observation_tokens "
     "environment.rewards reward.verifier reward.correct reward.threshold reward.parts "
     "reward.model_folder algorithm.reward_correct algorithm.reward_wrong "
     "algorithm.overlong_punishment algorithm.overlong_buffer_share"

@@ -249,7 +249,7 @@ def response_metrics(groups: list[Group]) -> dict[str, float]:
         "response_tokens_right": mean_or_zero(lengths[correct]),
         "response_tokens_wrong": mean_or_zero(lengths[~correct]),
         "answer_not_found_rate": mean_or_zero([v.extracted is None for v in verdicts]),
-        "repetition": mean_or_zero([repetition(c.drawn_tokens) for c in completions]),
+        "repetition": mean_or_zero([repetition(c.sampled_tokens) for c in completions]),
         "reflection_fraction": mean_or_zero(reflects),
         "accuracy_with_reflection": mean_or_zero(correct[reflects]),
         "accuracy_without_reflection": mean_or_zero(correct[~reflects]),
@@ -283,12 +283,12 @@ def outcome_metrics(outcomes: collections.Counter[Outcome]) -> dict[str, float]:
 def _age_metrics(groups: list[Group], step: int) -> dict[str, float]:
     """Return the ages, in steps, of the policies that sampled the groups' tokens."""
     completions = [completion for group in groups for completion in group.completions]
-    drawn = np.array([part for c in completions for part in c.drawn_by], int).reshape(-1, 2)
-    lags, tokens = step - drawn[:, 0], drawn[:, 1]
+    parts = np.array([part for c in completions for part in c.sampled_by], int).reshape(-1, 2)
+    lags, tokens = step - parts[:, 0], parts[:, 1]
     return {
         "policy_lag": float(lags @ tokens) / max(1, tokens.sum()),
         "policy_lag_max": float(lags.max(initial=0)),
-        "continued_fraction": mean_or_zero([len(c.drawn_by) > 1 for c in completions]),
+        "continued_fraction": mean_or_zero([len(c.sampled_by) > 1 for c in completions]),
     }
 
 
@@ -330,7 +330,7 @@ def rollout_metrics(
             "no_spread_fraction": mean_or_zero(is_flat),
             "surplus_groups": float(len(collected.surplus)),
             "trained_groups": float(len(collected.groups)),
-            "sampled_to_kept_tokens": counts.drawn_tokens / max(1, _trained_tokens(collected)),
+            "sampled_to_kept_tokens": counts.sampled_tokens / max(1, _trained_tokens(collected)),
             "carried_groups": float(sum(group.tokens > 0 for group in collected.carried)),
             "carried_tokens": float(sum(group.tokens for group in collected.carried)),
             "expired_groups": float(collected.expired),

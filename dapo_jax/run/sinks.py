@@ -174,8 +174,8 @@ def _rounded(values: np.ndarray) -> list[float]:
 def token_fields(completion: Completion, trace: Trace | None, split: Split) -> dict[str, list]:
     """Return texts, log-probs, ratios and clips of the sampled tokens of a response."""
     fields = {
-        "token_texts": split(completion.drawn_tokens.tolist()),
-        "token_logprobs": _rounded(completion.sampler_logprobs[completion.drawn]),
+        "token_texts": split(completion.sampled_tokens.tolist()),
+        "token_logprobs": _rounded(completion.sampler_logprobs[completion.is_sampled]),
     }
     if trace and trace.ratios is not None and trace.clipped is not None:
         fields["token_ratios"] = _rounded(trace.ratios)
@@ -187,7 +187,7 @@ def trajectory_fields(completion: Completion) -> dict[str, list]:
     """Return turns as (speaker, tokens, text), and rewards and failures of the environment."""
     if not (completion.turns or completion.rewards):
         return {}
-    turns = [[POLICY if t.drawn else ENVIRONMENT, t.tokens, t.text] for t in completion.turns]
+    turns = [[POLICY if t.is_sampled else ENVIRONMENT, t.tokens, t.text] for t in completion.turns]
     fields = {"environment_rewards": list(completion.rewards), "turns": turns}
     if failures := list(filter(None, completion.failures)):
         fields["environment_failures"] = failures
@@ -225,7 +225,7 @@ def _rollout_line(group: Group, completion: Completion) -> dict[str, Any]:
         "truncated": completion.truncated,
         "tokens": len(completion),
         "policy_step": completion.policy_step,
-    } | ({"drawn_by": completion.drawn_by} if len(completion.drawn_by) > 1 else {})
+    } | ({"sampled_by": completion.sampled_by} if len(completion.sampled_by) > 1 else {})
 
 
 def stamp(config: Config, policy: str) -> dict[str, Any]:
@@ -255,7 +255,7 @@ def make_responses(group: Group) -> Iterator[Response]:
             tokens=len(completion),
             logprob=round(float(completion.sampler_logprobs.sum(dtype=float)), 4),
             reflection=bool(REFLECTION.search(completion.text)),
-            repetition=repetition(completion.drawn_tokens),
+            repetition=repetition(completion.sampled_tokens),
             subject=prompt.subject,
             level=prompt.level,
             digest=prompt.digest,

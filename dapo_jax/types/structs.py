@@ -174,7 +174,7 @@ class Prompt:
 class Turn(NamedTuple):
     """A turn of a trajectory, sampled by the policy or returned by the environment."""
 
-    drawn: bool
+    is_sampled: bool
     tokens: int
     text: str
 
@@ -224,29 +224,29 @@ class Completion:
 
     def __len__(self) -> int:
         """Return the number of sampled tokens."""
-        return len(self.tokens) - sum(turn.tokens for turn in self.turns if not turn.drawn)
+        return len(self.tokens) - sum(turn.tokens for turn in self.turns if not turn.is_sampled)
 
     @functools.cached_property
-    def drawn(self) -> np.ndarray:
+    def is_sampled(self) -> np.ndarray:
         """Mask [n] of sampled tokens, False on observations."""
         if not self.turns:
             return np.ones(len(self.tokens), bool)
-        flags, counts = zip(*((turn.drawn, turn.tokens) for turn in self.turns), strict=True)
+        flags, counts = zip(*((turn.is_sampled, turn.tokens) for turn in self.turns), strict=True)
         return np.repeat(flags, counts)
 
     @property
-    def drawn_tokens(self) -> np.ndarray:
+    def sampled_tokens(self) -> np.ndarray:
         """The sampled tokens."""
-        return self.tokens[self.drawn]
+        return self.tokens[self.is_sampled]
 
     @property
     def last_turn(self) -> np.ndarray:
         """The tokens after the last observation."""
-        observed = np.flatnonzero(~self.drawn)
+        observed = np.flatnonzero(~self.is_sampled)
         return self.tokens[observed[-1] + 1 :] if observed.size else self.tokens
 
     @property
-    def drawn_by(self) -> tuple[tuple[int, int], ...]:
+    def sampled_by(self) -> tuple[tuple[int, int], ...]:
         """(policy step, tokens) of every policy that sampled a part, in order."""
         last = len(self) - sum(tokens for _, tokens in self.earlier)
         return (*self.earlier, (self.policy_step, last)) if last else self.earlier
@@ -263,7 +263,7 @@ def with_texts(
         if completion.text:
             return completion
         text, turns = next(texts), completion.turns
-        if turns and turns[-1].drawn:
+        if turns and turns[-1].is_sampled:
             turns = (*turns[:-1], Turn(True, turns[-1].tokens, text))
         return dataclasses.replace(completion, text=text, turns=turns)
 
@@ -553,7 +553,7 @@ class SamplerCounts:
         return add_counts(self, other)
 
     @property
-    def drawn_tokens(self) -> int:
+    def sampled_tokens(self) -> int:
         """Sampled tokens, including those of abandoned and repeated responses."""
         return self.tokens + self.abandoned_tokens + self.unfinished_tokens + self.put_back_tokens
 

@@ -44,7 +44,7 @@ def own(path="", **changes) -> OwnData:
 def write(row, kind="examples", tokenizer=None, **changes):
     """(prompt, response, mask of trained tokens) of each answer of a row."""
     groups = Writer(own(**changes), tokenizer or tokenizer_with(), kind).write(row)
-    return [(g.prompt.tokens, c.tokens, c.drawn) for g in groups for c in g.completions]
+    return [(g.prompt.tokens, c.tokens, c.is_sampled) for g in groups for c in g.completions]
 
 
 def prompts_of(examples) -> list[str]:

@@ -49,7 +49,7 @@ def test_a_trajectory_is_one_segment_and_its_observations_are_off_the_response()
         expected = np.concatenate([segment.prompt.tokens, segment.completion.tokens])
         np.testing.assert_array_equal(rows[row][whole], expected)
         np.testing.assert_array_equal(positions[row][whole], np.arange(len(expected)))
-        drawn = np.concatenate([np.zeros(2, bool), segment.completion.drawn])
+        drawn = np.concatenate([np.zeros(2, bool), segment.completion.is_sampled])
         np.testing.assert_array_equal(index[row][whole] == i, drawn)
         assert len(segment.completion) == DRAWN[i]
 
@@ -95,7 +95,7 @@ def test_parameters_feel_an_observation_as_context_alone(tiny_params, one_device
             tokens = np.concatenate([segment.prompt.tokens, segment.completion.tokens])
             row = np.pad(tokens, (0, 24 - len(tokens)))
             logprobs = logprobs_alone(params, row, len(tokens))[2 : len(tokens)]
-            total -= ADVANTAGES[i] * (logprobs * segment.completion.drawn).sum()
+            total -= ADVANTAGES[i] * (logprobs * segment.completion.is_sampled).sum()
         return total / len(DRAWN)  # its mean is over responses
 
     expected = jax.jit(jax.grad(loop))(tiny_params)

@@ -61,7 +61,7 @@ def same(one, other, atol=0.0):
             # Another number of slots is another shape of the products.
             np.testing.assert_allclose(a.sampler_logprobs, b.sampler_logprobs, atol=atol)
             if a.supports is not None:
-                assert np.isneginf(a.supports[~a.drawn, 1]).all()  # observations are whole
+                assert np.isneginf(a.supports[~a.is_sampled, 1]).all()  # observations are whole
                 np.testing.assert_allclose(a.supports, b.supports, atol=atol)
             left, right = (dataclasses.asdict(c) for c in (a, b))
             for name in ("text", "truncated", "sample", "turns", "policy_step", "earlier"):
@@ -121,8 +121,8 @@ def test_observations_stand_between_the_turns_and_nothing_is_drawn_there(tiny_pa
     several = 0
     for group in groups.values():
         for done in group:
-            tokens, drawn = done.tokens, done.drawn
-            assert len(tokens) <= 60 and len(done) == drawn.sum() == len(done.drawn_tokens)
+            tokens, drawn = done.tokens, done.is_sampled
+            assert len(tokens) <= 60 and len(done) == drawn.sum() == len(done.sampled_tokens)
             assert (done.sampler_logprobs[~drawn] == 0).all()
             if not done.turns:
                 continue
@@ -131,18 +131,18 @@ def test_observations_stand_between_the_turns_and_nothing_is_drawn_there(tiny_pa
             place = 0
             for number, turn in enumerate(done.turns):
                 part = tokens[place : place + turn.tokens]
-                assert turn.drawn == (number % 2 == 0)
-                if turn.drawn and number + 1 < len(done.turns):
+                assert turn.is_sampled == (number % 2 == 0)
+                if turn.is_sampled and number + 1 < len(done.turns):
                     ends = np.isin(part, TOKENIZER.end_ids)
                     assert ends[-1] and not ends[:-1].any()
                 assert turn.text == TOKENIZER.decode(part.tolist())
-                if not turn.drawn:
+                if not turn.is_sampled:
                     assert part.tolist() == OBSERVED * ((number + 1) // 2)
                 place += turn.tokens
             assert done.text == done.turns[-1].text
             assert done.rewards == (1.0, 2.0, 3.0)[: len(done.rewards)]
     assert several > 5
-    observed = sum((~done.drawn).sum() for group in groups.values() for done in group)
+    observed = sum((~done.is_sampled).sum() for group in groups.values() for done in group)
     assert counts.turns.observation_tokens == observed
     assert counts.tokens == sum(len(done) for group in groups.values() for done in group)
     seeds = {(index, said[0], len(said)): seed for index, seed, said, _ in environment.asked}
@@ -159,8 +159,8 @@ def test_limits_end_trajectories_as_truncated(tiny_params, one_device):
     ended = [c for group in groups.values() for c in group if c.rewards]
     assert counts.turns.ended_by_turns > 0
     for done in ended:
-        assert done.truncated and sum(turn.drawn for turn in done.turns) <= 2
-    few = Scripted(for_ever, Environment(name="x:Y", max_drawn_tokens=9))
+        assert done.truncated and sum(turn.is_sampled for turn in done.turns) <= 2
+    few = Scripted(for_ever, Environment(name="x:Y", max_sampled_tokens=9))
     groups, counts = play(one_device, tiny_params, few)
     lengths = [len(c) for group in groups.values() for c in group]
     assert max(lengths) == 9 and min(lengths) > 5
@@ -181,7 +181,7 @@ def test_a_suspended_trajectory_goes_on_as_if_it_had_not_been(keep_turns, tiny_p
     for _ in range(9):
         groups.update({request.prompt.index: done for request, done in sampler.step()})
     parts = sampler.stop(keep=True)
-    assert any(c.turns and not c.turns[-1].drawn for p in parts for c in p.begun)
+    assert any(c.turns and not c.turns[-1].is_sampled for p in parts for c in p.begun)
     sampler.begin(tiny_params, RolloutKey(0, 2), RULE)
     for part in parts:
         sampler.submit(part.prompt, 3, carried=part)

@@ -71,8 +71,8 @@ def test_with_an_unchanged_policy_carried_groups_equal_groups_of_one_step(
             for line in map(json.loads, lines.splitlines()):
                 if line["surplus"] and carry_over == "unfinished":
                     continue  # it is drawn anew
-                place, first = line["index"], line.get("drawn_by", [[line["policy_step"]]])[0][0]
-                continued += "drawn_by" in line
+                place, first = line["index"], line.get("sampled_by", [[line["policy_step"]]])[0][0]
+                continued += "sampled_by" in line
                 texts.setdefault(place, {})[line["sample"]] = line["response"]
                 first_steps[place] = min(first, first_steps.get(place, first))
         for step in range(4):

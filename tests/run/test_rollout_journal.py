@@ -59,7 +59,7 @@ def test_what_was_kept_is_read_back_whole(groups, tmp_path):
         for one, other in zip(found.completions, group.completions, strict=True):
             np.testing.assert_array_equal(one.tokens, other.tokens)
             np.testing.assert_array_equal(one.sampler_logprobs, other.sampler_logprobs)
-            assert one.drawn_by == other.drawn_by and one.truncated == other.truncated
+            assert one.sampled_by == other.sampled_by and one.truncated == other.truncated
     assert not opened(tmp_path).begin(1)
 
 

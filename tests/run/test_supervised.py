@@ -88,7 +88,7 @@ COMMON: dict = {"packing": Packing(ROW_TOKENS, 2), "total_steps": 1}
 
 def test_the_gradient_is_that_of_the_cross_entropy_over_the_answers(tiny_params, one_device):
     groups = make_groups()
-    drawn = [group.completions[0].drawn for group in groups]
+    drawn = [group.completions[0].is_sampled for group in groups]
 
     def loss(params):
         total = sum((alone(params, g)[0] * own).sum() for g, own in zip(groups, drawn, strict=True))

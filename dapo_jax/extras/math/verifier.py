@@ -60,22 +60,22 @@ class MathVerifier:
         value, problem = extraction.text.strip(), read_problem(prompt)
         closes, work = self.settings.unfinished == "right", WORK
 
-        def judged(text: str) -> Decision:
+        def decide_text(text: str) -> Decision:
             nonlocal work
             decision = decide(text, gold, problem, closes, work)
             work = decision.work
             return decision
 
-        decision = judged(value)
+        decision = decide_text(value)
         if extraction.how == "label" and self.require == "label" and decision.same:
             box = extract(response.rpartition("</think>")[2][extraction.end :], "box")
             if box.how != "no_marker":
-                decision = decision._replace(same=judged(box.text or "").same)
+                decision = decision._replace(same=decide_text(box.text or "").same)
         if not decision.same and self.settings.percent == "as_asked":
             number = as_percentage(value, prompt)
-            decision = decision if number is None else judged(number)
+            decision = decision if number is None else decide_text(number)
         if (asked := asked_value(value, prompt)) is not None:
-            decision = judged(asked) if asked else decision._replace(same=False)
+            decision = decide_text(asked) if asked else decision._replace(same=False)
         if decision.same and not closes and is_unfinished(decision, prompt):
             return VerifierResult(False, value, "unfinished")
         return VerifierResult(decision.same, value, decision.how)

@@ -116,9 +116,9 @@ def estimate_step(layout: Layout, weight_bytes: int, settings: PlanSettings) -> 
     algorithm, rollout, sampler = config.algorithm, config.rollout, config.sampler
     lengths = assumed_lengths(config, settings)
     groups = rollout.prompts_per_step / (settings.kept if algorithm.dynamic_sampling else 1)
-    drawn = groups * rollout.samples_per_prompt * lengths.response
-    steps = max(drawn / (sampler.slots * settings.busy), sampler.max_response_tokens)
-    live = drawn / steps
+    sampled = groups * rollout.samples_per_prompt * lengths.response
+    steps = max(sampled / (sampler.slots * settings.busy), sampler.max_response_tokens)
+    live = sampled / steps
     read = live / layout.engine.replicas * slot_bytes(layout, lengths.decoded_context)
     seen = decoder, lengths.trained, lengths.trained_context
     scored = algorithm.scored_minibatches(rollout.updates_per_rollout)
@@ -128,7 +128,7 @@ def estimate_step(layout: Layout, weight_bytes: int, settings: PlanSettings) -> 
     models, (useful, executed) = 1 + algorithm.critic, update_flops(*seen)
     flops = {
         "prefill": forward_flops(decoder, groups * lengths.prompt, lengths.prompt / 2),
-        "decode": forward_flops(decoder, drawn, lengths.decoded_context),
+        "decode": forward_flops(decoder, sampled, lengths.decoded_context),
         "score": passes * forward_flops(*seen) + 2.0 * of_teacher * lengths.trained,
         "update": models * executed,
     }

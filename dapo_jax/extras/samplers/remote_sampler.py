@@ -121,7 +121,7 @@ class LeasedSampler:
         return to_text([leases.unreadable, answers, leases.counts(), leases.room()])
 
     def stop(self, keep: bool) -> list[PartialGroup]:
-        """Stop everything; kept groups are without tokens: samplers keep what they have drawn."""
+        """Stop everything; kept groups are without tokens: samplers keep what they have sampled."""
         requests = dict.fromkeys(request for _, request in self._wanted.values())
         samples = sum(len(task.samples) for task, _ in self._wanted.values())
         self.counts.abandoned_responses += samples * (not keep)
@@ -138,7 +138,7 @@ class LeasedSampler:
 class RemoteSampler:
     """The leases for training steps; the local sampler for all else.
 
-    It also draws a step whose weights can't be written.
+    It also samples a step whose weights can't be written.
     """
 
     def __init__(self, local: Sampler, leased: LeasedSampler, warn: Callable[[str], None]):

@@ -71,7 +71,7 @@ class Turns(NamedTuple):
 
     def completion(self) -> Completion:
         """Return the response as if it were sampled."""
-        runs = [(drawn, len([*run])) for drawn, run in itertools.groupby(self.trained)]
+        runs = [(trained, len([*run])) for trained, run in itertools.groupby(self.trained)]
         turns = () if all(self.trained) else tuple(Turn(*run, "") for run in runs)
         logprobs = np.zeros(len(self.response), np.float32)
         return Completion(np.array(self.response, np.int32), logprobs, False, 0, "", turns=turns)
@@ -274,7 +274,7 @@ class Examples:
         digest, count = hashlib.sha256(), len(self.training)
         examples = self.training or map(self.at, range(DIGEST_EXAMPLES))
         for group in itertools.chain(*examples, *self.evaluation):
-            parts = [array for c in group.completions for array in (c.tokens, c.drawn)]
+            parts = [array for c in group.completions for array in (c.tokens, c.is_sampled)]
             digest.update(b"|".join(part.tobytes() for part in (group.prompt.tokens, *parts)))
         return {self.name: {"problems": count, "digest": digest.hexdigest()[:16]}}
 
