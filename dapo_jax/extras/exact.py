@@ -139,7 +139,7 @@ def next_tokens(decoder, chunk_tokens, params, tokens, lengths, keys, positions,
     return sampled, jnp.sum(jnp.where(is_next, logprobs, 0.0), axis=1)
 
 
-def open_exact(parts: SamplerParts) -> tuple[Any, Any, bool]:
+def open_exact(parts: SamplerParts) -> tuple[Any, Any]:
     """Return the sampler of a run, as `SamplerParts` says. Raises `ConfigError`."""
     config, decoder, rows = parts.config, parts.decoder, parts.config.rows()
     allowed = "true with sampler.engine = 'exact': a neighbour in a row changes the last bits"
@@ -158,4 +158,4 @@ def open_exact(parts: SamplerParts) -> tuple[Any, Any, bool]:
         limit=config.sampler.max_response_tokens,
         seed=config.seed,
     )
-    return sampler, sampler.close, False
+    return sampler, sampler.close

@@ -252,8 +252,7 @@ def open_learners(
 class SamplerParts(NamedTuple):
     """Arguments of a plug-in of the kind `samplers`.
 
-    It returns the sampler, a function that closes what the sampler serves or uses, and whether
-    `local` samples too, so that its decoding weights stay in memory.
+    It returns the sampler, and a function that closes what the sampler serves or uses.
     """
 
     config: Config
@@ -280,7 +279,6 @@ class Components:
     environments: Environments | None
     token_weights: TokenWeights | None  # user function
     decoder: DecoderConfig
-    decoding_copy: Callable[[], Any]  # of `frozen`; the first call makes it
     close_sampler: Callable[[], None] = do_nothing
     # Metrics of the policy's parameters on held-out examples; None: responses are sampled.
     measure: Callable[[list, Any], dict[str, float]] | None = None
@@ -521,7 +519,7 @@ def build(
         pool = RewardPool(config.reward, tokenizer.split, config.extras)
         model = load_reward_model(config, mesh)
         sampler = Scheduler(engine, tokenizer, config.seed, environments)
-        close_sampler, decoding_copy = do_nothing, engine.programs.weights.frozen
+        close_sampler = do_nothing
         if training and config.sampler.engine != "own":
 
             def warn(text: str) -> None:
@@ -529,15 +527,12 @@ def build(
 
             load = engine.programs.weights.load_trained
             parts = SamplerParts(config, decoder, mesh, tokenizer, sampler, load, warn)
-            opened = registry.find("samplers", config.sampler.engine)(parts)
-            sampler, close_sampler, is_local_used = opened
-            decoding_copy = decoding_copy if is_local_used else do_nothing
+            sampler, close_sampler = registry.find("samplers", config.sampler.engine)(parts)
         return Components(
             config=config,
             tokenizer=tokenizer,
             prompts=prompts,
             sampler=sampler,
-            decoding_copy=decoding_copy,
             environments=environments,
             judge=Judge(config, pool, model and model.score, should_abort, tokenizer.decode_all),
             learners=learners,

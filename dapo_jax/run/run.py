@@ -27,13 +27,12 @@ from dapo_jax.rollout.group_format import (
 from dapo_jax.rollout.source import Journal, SourceState
 from dapo_jax.run import heldout, identity, notices
 from dapo_jax.run.build import Components, attention_notice, build, open_console
-from dapo_jax.run.console import fit
 from dapo_jax.run.identity import Record, RunProgress, check_data, check_processes
 from dapo_jax.run.metrics import measure, trace
 from dapo_jax.run.scores import HELDOUT, Response
 from dapo_jax.run.sinks import Callbacks, RunFiles, read_summary
 from dapo_jax.run.store import Checkpoints, RolloutJournal, find_steps
-from dapo_jax.runtime import processes, sharding
+from dapo_jax.runtime import processes
 from dapo_jax.runtime.clock import Clock
 from dapo_jax.runtime.nonfinite import PREFIXES, check_skipped, count_skipped
 from dapo_jax.runtime.registry import feature
@@ -209,7 +208,6 @@ class Run:
             **scores,
             "seconds": round(progress.seconds, 1),
             "seed": config.seed,
-            "megabytes_per_device": resident_megabytes(self.components, self.state),
         }
         self.files.write_summary(summary)
         if change := notices.describe_scores(summary, console.reward_leads):
@@ -298,12 +296,10 @@ def restore(components: Components, checkpoints: Checkpoints, record: Record) ->
 
 
 def announce_policy(components: Components, state: TrainerState) -> None:
-    """Print the number of parameters and their memory."""
+    """Print the number of parameters, and on GPUs the attention."""
     trees = state.learners.policy.params, components.frozen
     trained, frozen = (sum(leaf.size for leaf in jax.tree.leaves(tree)) for tree in trees)
-    sizes = [f"{name} {size:g}" for name, size in resident_megabytes(components, state).items()]
     components.progress.say(f"policy: {trained:,} parameters to train, {frozen:,} frozen")
-    components.progress.say(fit(["MB per device:", *sizes]))
     config, mesh = components.config, components.learners.policy.mesh
     rows = config.rows().row_tokens
     if notice := attention_notice(config.compute, rows, components.decoder, mesh):
@@ -321,17 +317,6 @@ def with_rates(components: Components, saved: Record | None) -> Components:
     for text in [*warnings, *notices.setting_warnings(config, components.prompts.sources)]:
         console.warn(escape(text))
     return dataclasses.replace(components, config=config)
-
-
-def resident_megabytes(components: Components, state: TrainerState) -> dict[str, float]:
-    """Return megabytes per device that stay in memory between steps, by name."""
-    held: dict[str, Any] = {}
-    for name, trained in state.learners.by_name().items():
-        held |= {name: trained.params, f"{name}_optimizer": trained.opt_state}
-    held |= {"policy_frozen": components.frozen, "sampler_frozen": components.decoding_copy()}
-    scorers = components.learners.scorers.items()
-    held |= {name: model.params for name, model in scorers if model.params is not None}
-    return sharding.megabytes_per_device(**held)
 
 
 def open_run(

@@ -260,14 +260,3 @@ def activate(mesh: Mesh, column: int = TRAINING, *, is_traced: bool = False) -> 
     context = jax.sharding.use_abstract_mesh(abstract) if is_traced else jax.set_mesh(mesh)
     with context, nn.logical_axis_rules(rules(column)):
         yield
-
-
-def megabytes_per_device(**held: Any) -> dict[str, float]:
-    """Return the megabytes per device of trees; count shared arrays with the first tree."""
-    sizes, counted = {}, set()
-    for name, tree in held.items():
-        arrays = {id(array): array for array in jax.tree.leaves(tree)}
-        shards = (arrays[i].addressable_shards[0] for i in arrays.keys() - counted)
-        sizes[name] = round(sum(shard.data.nbytes for shard in shards) / 1e6, 2)
-        counted |= arrays.keys()
-    return {name: size for name, size in sizes.items() if size}

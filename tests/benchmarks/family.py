@@ -31,7 +31,6 @@ FIGURES = {
     "seconds": "{:.0f}",
 }
 COSTS = {
-    "megabytes": "{:.1f}",
     "seconds_step": "{:.2f}",
     "decode_steps": "{:.0f}",
     "sampled_to_trained": "{:.2f}",
@@ -58,7 +57,6 @@ def reinforced(folder: pathlib.Path, preset: str, arguments: list[str]) -> dict:
         "steps": summary["steps"],
         "seconds": summary["seconds"],
         "skipped": sum(row.get(name, 0.0) > 0 for row in rows for name in names),
-        "megabytes": sum(summary["megabytes_per_device"].values()),
         "seconds_step": statistics.median(row["seconds_step"] for row in late),
         "decode_steps": statistics.mean(row.get("decode_steps", 0.0) for row in late),
         "sampled_to_trained": sampled / max(1.0, sum(trained)),

@@ -172,7 +172,7 @@ class RemoteSampler:
         return self._now.submit(prompt, *options, **named)
 
 
-def open_remote(parts: SamplerParts) -> tuple[RemoteSampler, Callable[[], None], bool]:
+def open_remote(parts: SamplerParts) -> tuple[RemoteSampler, Callable[[], None]]:
     """Return the sampler of a run, as `SamplerParts` says. Raises `ConfigError`."""
     config, decoder, _, _, local, load, warn = parts
     settings = config.extras.samplers
@@ -194,4 +194,4 @@ def open_remote(parts: SamplerParts) -> tuple[RemoteSampler, Callable[[], None],
         for server in servers:  # on process 0
             server.close()
 
-    return RemoteSampler(local, leased, warn), close, True
+    return RemoteSampler(local, leased, warn), close

@@ -57,7 +57,6 @@ from dapo_jax.run.sinks import Callbacks
 from dapo_jax.runtime import processes
 from dapo_jax.runtime.sharding import to_host, unbox
 from dapo_jax.runtime.signals import Signals
-from dapo_jax.types.contracts import do_nothing
 from dapo_jax.types.errors import ConfigError, require
 from dapo_jax.types.structs import CollectedGroups, Interrupted
 
@@ -164,7 +163,6 @@ class GivenComponents(Components):
     judge: Any = None
     environments: Any = None
     token_weights: Any = None
-    decoding_copy: Callable[[], Any] = do_nothing
 
     def source(self, **options: Any) -> GivenGroups:
         return GivenGroups(self.config, self.prompts, options["interrupted"])

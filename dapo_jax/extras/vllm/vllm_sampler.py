@@ -219,7 +219,7 @@ class VllmSampler:
         self.key = None
 
 
-def open_vllm(parts: SamplerParts) -> tuple[VllmSampler, Callable[[], None], bool]:
+def open_vllm(parts: SamplerParts) -> tuple[VllmSampler, Callable[[], None]]:
     """Return the sampler of a run, as `SamplerParts` says. Raises `ConfigError`."""
     config = parts.config
     require(processes.count() == 1, "sampler.engine", "vllm", "another one on several hosts")
@@ -243,4 +243,4 @@ def open_vllm(parts: SamplerParts) -> tuple[VllmSampler, Callable[[], None], boo
                 server.post("/resume")
         shutil.rmtree(sampler.folder, ignore_errors=True)
 
-    return sampler, close, False
+    return sampler, close

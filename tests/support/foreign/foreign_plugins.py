@@ -69,7 +69,7 @@ class Counted:
 
 def counted(parts):
     sampler = Counted(parts.local)
-    return sampler, lambda: parts.warn(f"{sampler.requests} requests"), True
+    return sampler, lambda: parts.warn(f"{sampler.requests} requests")
 
 
 class Lines(RunSink):
