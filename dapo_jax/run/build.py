@@ -345,41 +345,42 @@ def load_frozen(
     return load_huggingface.load_params(folder, base, mesh, field=field, cast=True, **options)
 
 
-def load_whole(
-    folder: str, decoder: DecoderConfig, mesh: jax.sharding.Mesh, seed: int, field: str
-) -> Any:
-    """Return all parameters of another model of the policy's shape, for a forward pass.
+def load_first(config: Config, decoder: DecoderConfig, mesh: jax.sharding.Mesh, frozen: Any) -> Any:
+    """Return the policy before the first step, for a forward pass; it shares `frozen`."""
+    folder, adapters = config.model.folder, config.lora.folder
+    trained = load_trained(folder, decoder, mesh, config.seed, adapters, cast=True)
+    return trainable.join(frozen, trained)
 
-    If the policy has adapters, those of this model have no effect.
+
+def load_reference(
+    config: Config, decoder: DecoderConfig, mesh: jax.sharding.Mesh, frozen: Any
+) -> Any:
+    """Return the reference policy for a forward pass, sharded like the policy.
+
+    A reference of the same folder shares `frozen` with the policy. If the policy has adapters,
+    those of another model have no effect.
     """
-    frozen = load_frozen(folder, decoder, mesh, field)
-    return trainable.join(frozen, load_trained(folder, decoder, mesh, seed, field=field, cast=True))
+    folder, policy = config.model.reference_folder, config.model.folder
+    if not folder or folder == policy:
+        return load_first(config, decoder, mesh, frozen)
+    field = "model.reference_folder"
+    check_same_model(field, folder, policy, lambda shape: shape)
+    trained = load_trained(folder, decoder, mesh, config.seed, field=field, cast=True)
+    return trainable.join(load_frozen(folder, decoder, mesh, field), trained)
 
 
 def load_others(
     config: Config, decoder: DecoderConfig, mesh: jax.sharding.Mesh, frozen: Any
 ) -> dict[str, Model]:
-    """Return the teacher and the reference that the algorithm has, by name, sharded as the policy.
-
-    Those that are the policy before the first step share `frozen` with it.
-    """
-    policy, teacher, others = config.model.folder, config.extras.teacher, {}
-
-    def load_first() -> Any:
-        adapters = config.lora.folder
-        trained = load_trained(policy, decoder, mesh, config.seed, adapters, cast=True)
-        return trainable.join(frozen, trained)
-
+    """Return the teacher and the reference that the algorithm has, by name."""
+    others, teacher = {}, config.extras.teacher
     if config.algorithm.distils and teacher.folder:
         others[TEACHER] = feature("teacher").load_teacher(config, decoder, mesh)
     elif config.algorithm.distils:  # the state of an averaged one is the policy's at first
-        others[TEACHER] = Model(decoder, None if teacher.average else load_first())
+        params = None if teacher.average else load_first(config, decoder, mesh, frozen)
+        others[TEACHER] = Model(decoder, params)
     if config.algorithm.reference:
-        folder, field = config.model.reference_folder or policy, "model.reference_folder"
-        if is_other := folder != policy:
-            check_same_model(field, folder, policy, lambda shape: shape)
-        own = load_whole(folder, decoder, mesh, config.seed, field) if is_other else load_first()
-        others[REFERENCE] = Model(decoder, own)
+        others[REFERENCE] = Model(decoder, load_reference(config, decoder, mesh, frozen))
     return others
 
 
