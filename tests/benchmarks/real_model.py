@@ -8,8 +8,9 @@ per rollout, response limit, learning rate and optimizer, in float32 and without
 which TRL does not have. A response ends where the policy ends it. The gradient is that of the
 first minibatch that dapo_jax sampled; TRL computes it from the same tokens and advantages.
 
-`--learn N` trains N steps instead, ours with dynamic sampling as in the config. It prints seconds
-of training, and the accuracy on held-out problems that `dapo-jax evaluate` finds of either policy.
+`--learn N` trains N steps instead, ours with dynamic sampling as in the config, and `--rounds`
+seeds. It prints seconds of training, and the accuracy on held-out problems that `dapo-jax evaluate`
+finds of either policy.
 """
 
 import contextlib
@@ -32,6 +33,7 @@ CONFIG = pathlib.Path(__file__).parents[2] / "configs" / "smollm2.py"
 BATCH, GRADIENT = "batch.json", "gradient"
 PARTS = ["rollout", "update", "step"]
 EVERY = 4  # steps between evaluations of --learn
+GOAL = 0.6  # held-out accuracy
 EVALUATION = ("--config.evaluation.top_p=1",)
 WARM_UP = 2  # steps before the timed ones: dapo_jax compiles its update for two lengths of rows
 
@@ -55,6 +57,7 @@ class Ours:
         config = read_config(Config, f"{CONFIG}:words")
         self.config = dataclasses.replace(
             config,
+            seed=args.seed,
             algorithm=dataclasses.replace(config.algorithm, dynamic_sampling=False),
             lora=dataclasses.replace(config.lora, rank=0),
             model=dataclasses.replace(config.model, folder=args.model),
@@ -121,6 +124,7 @@ class Ours:
         run, steps = self.args.work / "ours", self.args.learn
         flags = [f"--config.run_dir={run}", f"--config.model.folder={self.args.model}"]
         flags += [f"--config.total_steps={steps}", f"--config.evaluation.every_steps={EVERY}"]
+        flags += [f"--config.seed={self.args.seed}"]
         bench.command("train", f"--config={CONFIG}:words", *flags, *EVALUATION)
         seconds = 0.0
         for row in map(json.loads, (run / "metrics.jsonl").read_text().splitlines()):
@@ -185,6 +189,7 @@ class Trl:
             lr_scheduler_type="constant",
             temperature=1.0,
             top_k=0,
+            seed=args.seed,
             shuffle_dataset=False,
             save_strategy="no",
             report_to="none",
@@ -320,17 +325,19 @@ def compare(args: Any) -> None:
     )
     rounds: list[dict[str, list[dict]]] = []
     with tempfile.TemporaryDirectory() as folder:
-        args.work = folder
         for _ in range(args.rounds):
+            args.work = pathlib.Path(folder) / str(args.seed)
+            args.work.mkdir()
             lines = {name: run_side(args, side, python) for name, (side, python) in sides.items()}
             print_line(**lines)
             rounds.append(lines)
+            args.seed += 1
         if args.learn:
-            print_learning(rounds[0])
+            print_learning(rounds, args.seed - args.rounds)
             return
         print_seconds(rounds)
         if args.trl:
-            difference, norm = gradient_difference(pathlib.Path(folder))
+            difference, norm = gradient_difference(args.work)
             print(f"gradient: norm {norm:.4f}, relative difference {difference:.1e}")
 
 
@@ -355,19 +362,32 @@ def median(lines: list[dict], part: str) -> float:
     return statistics.median(line[part] for line in lines if part in line)
 
 
-def accuracy(folder: str) -> float:
+def accuracy(folder: str, seed: int) -> float:
     """Return the accuracy of a policy on the held-out problems of the config."""
     flags = [f"--model={folder}", f"--config.run_dir={folder}_scores", *EVALUATION]
+    flags += [f"--config.seed={seed}"]
     printed = bench.command("evaluate", f"--config={CONFIG}:words", *flags)
     return json.loads(printed.splitlines()[-1])["heldout_accuracy"]
 
 
-def print_learning(lines: dict[str, list[dict]]) -> None:
-    bench.print_table(["library", "step", "seconds", "held-out accuracy"])
-    for side, rows in lines.items():
-        for row in rows:
-            score = row["accuracy"] if "accuracy" in row else accuracy(row["folder"])
-            bench.print_row([side, row["step"], f"{row['seconds']:.1f}", f"{score:.3f}"])
+def print_learning(rounds: list[dict[str, list[dict]]], first_seed: int) -> None:
+    """Print accuracies by seconds, and the seconds after which each side has `GOAL`."""
+    bench.print_table(["library", "seed", "step", "seconds", "held-out accuracy"])
+    reached: dict[str, list[str]] = {}
+    for seed, lines in enumerate(rounds, first_seed):
+        for side, rows in lines.items():
+            scores = [
+                row["accuracy"] if "accuracy" in row else accuracy(row["folder"], seed)
+                for row in rows
+            ]
+            for row, score in zip(rows, scores, strict=True):
+                bench.print_row([side, seed, row["step"], f"{row['seconds']:.1f}", f"{score:.3f}"])
+            there = [
+                row["seconds"] for row, score in zip(rows, scores, strict=True) if score >= GOAL
+            ]
+            reached.setdefault(side, []).append(f"{there[0]:.0f}" if there else "never")
+    for side, seconds in reached.items():
+        print(f"{side}: seconds to {GOAL}: {', '.join(seconds)}")
 
 
 def read_arguments() -> Any:
@@ -378,6 +398,7 @@ def read_arguments() -> Any:
         side="",
         work="",
         rounds=1,
+        seed=0,  # of the first round; each has its own
         repeats=3,
         learn=0,
         prompts=8,
