@@ -161,12 +161,10 @@ def test_a_dry_run_prints_every_command_and_does_none(cloud):
     assert not cloud.calls() and not cloud.exists()
     printed = [line.split()[4] for line in output.splitlines() if line.startswith("gcloud")]
     cloud.runs("--spot")
-    # On a slow machine the real one looks at the machine, and asks the workers, once more than the
-    # dry one prints; Ctrl-C's stop is printed too.
+    # A slow machine is looked at, and its workers asked, once more; Ctrl-C's stop is printed too.
     asked = itertools.groupby(call for call in cloud.calls("tpu-vm") if call[1] != "describe")
-    done = [call[1] for call, _ in asked]
-    printed = [verb for verb in printed if verb != "describe"]
-    assert printed == [*done[:-1], "ssh", "delete"]
+    *done, _ = [call[1] for call, _ in asked]
+    assert [verb for verb in printed if verb != "describe"] == [*done, "ssh", "delete"]
 
 
 def test_hostile_arguments_arrive_unharmed_and_are_evaluated_nowhere(cloud):
