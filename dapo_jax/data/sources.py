@@ -103,7 +103,7 @@ class Source:
 
 
 def hold_out(texts: Sequence[str], count: int) -> list[bool]:
-    """Return which texts are held out: those of the smallest hashes, equal ones together."""
+    """Return whether each text is held out: at most `count`, by hash; equal texts together."""
     hashes = [hashlib.blake2b(text.encode(), digest_size=8).digest() for text in texts]
     held = set()
     for own, size in sorted(Counter(hashes).items()):

@@ -47,7 +47,7 @@ class Segment(NamedTuple):
         return len(self.prompt.tokens) + len(self.completion.tokens)
 
     def behind(self, tokens: np.ndarray) -> "Segment":
-        """Return the response behind the tokens of another prompt."""
+        """Return the segment with other prompt tokens; recorded experts no longer apply."""
         prompt = dataclasses.replace(self.prompt, tokens=tokens)
         return self._replace(
             prompt=prompt, completion=dataclasses.replace(self.completion, routes=None)
@@ -315,7 +315,7 @@ def move_tokens(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Move values of sampled tokens from packed rows to others, by the `response_index` of both.
 
-    The second array is true where there is one: other rows may lack responses.
+    Returns the values, and a mask of the tokens whose response `source` has.
     """
     index = np.where(np.isin(target, source), target, -1)
     order = np.argsort(source, axis=None, kind="stable")[np.count_nonzero(source < 0) :]

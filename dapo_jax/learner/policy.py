@@ -119,7 +119,7 @@ def _old_logprobs(batch: TrainBatch, logprobs: Float[Array, "R T"]) -> Float[Arr
 def _surrogate(
     algorithm: Algorithm, batch: TrainBatch, logprobs: Float[Array, "R T"], old: Float[Array, "R T"]
 ) -> tuple[Float[Array, "R T"], dict[str, Float[Array, "R T"]]]:
-    """Return `policy_loss` of a microbatch, with the factors that other tokens or p give it."""
+    """Return each token's policy loss, before KL and entropy, and its masks and ratio."""
     segments, weights = batch.scored.rollouts.segment_ids, batch.loss_weights
     advantages = batch.advantages
     fixed = jax.lax.stop_gradient(logprobs)

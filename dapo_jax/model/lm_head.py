@@ -157,9 +157,9 @@ def logits_of(hidden: Float[Array, "n D"], head: Float[Array, "D v"], scale: Sca
 
 
 def _within(logits: Float[Array, "n v"], edges: Array | None, at: Int[Array, "n"]) -> Array:
-    """Return logits less the largest, `OUTSIDE` below the edges; the target is always kept.
+    """Return the logits, `OUTSIDE` for tokens below their row's edge, except the target.
 
-    Rounding may move a sampled token below its edge.
+    Logits are relative to the largest. Rounding may move a sampled token below its edge.
     """
     if edges is None:
         return logits
@@ -232,7 +232,7 @@ def _backward(shard: HeadShard, scale: Scale, chunk_tokens: int, *arrays):
 def add_up(
     shard: HeadShard, slope_of_chunk: Callable, chunks: Chunks, hidden, head, whole, cut: tuple
 ):
-    """Return gradients of hidden states and head from that of each chunk's logits [n, v]."""
+    """Return gradients of hidden states and head; `slope_of_chunk` gives those of logits [n, v]."""
 
     def add_chunk(i, carry):
         gradient, back = carry

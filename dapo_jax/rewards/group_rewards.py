@@ -159,7 +159,7 @@ def reward_group(
 
 
 class Pending(NamedTuple):
-    """Finished group; the process that scores it has its texts and its future verdicts."""
+    """Finished group that waits for its rewards; only the process that scores it has verdicts."""
 
     prompt: Prompt
     completions: tuple[Completion, ...]

@@ -75,8 +75,8 @@ def make_functions(file: str, seconds: str, extras: str, *names: str) -> Callabl
 def make_scores() -> Callable[[dict], dict]:
     """Return the function that answers a `ScoreRequest` with a `PartsReply`: a part, or a failure.
 
-    It has neither if the scorer raised, or was only loaded. The process has limits on memory and
-    files, and its output is discarded.
+    A request without metadata only loads the scorer. If the scorer raises, the answer is wrong: the
+    reply is empty. The process has limits on memory and files, and its output is discarded.
     """
     # Each thread of numpy's libraries would reserve a part of the address space.
     os.environ |= dict.fromkeys(NUMPY_THREADS, "1")

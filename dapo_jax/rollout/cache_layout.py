@@ -119,8 +119,9 @@ class CacheLayout:
         return self._config.each_layer[: self._config.cached_layers]
 
     def _by_layer(self, states: Callable, pages: Callable, slots: Callable, window: int) -> tuple:
-        """Return `states(layer)` of delta-net layers, `pages(layer)` of layers with pages, and
-        `slots(layer, tokens)` of the others.
+        """Call the function of each layer's kind of cache; return the results.
+
+        Kinds: `states(layer)` of delta-net layers, `pages(layer)`, and else `slots(layer, tokens)`.
         """
 
         def choose(layer: DecoderConfig, tokens: int) -> Any:

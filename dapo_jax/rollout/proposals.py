@@ -16,9 +16,9 @@ MAX_MATCH = 4  # last tokens that are looked up
 def sibling_texts(
     texts: Texts, lengths: Int[Array, "S"]
 ) -> tuple[Int[Array, "S T"], Int[Array, "S"]]:
-    """Return for each slot the longest other response to its prompt, and its tokens (0: none).
+    """Return each slot's longest other response to the same prompt, and its tokens (0: none).
 
-    Also one that has ended, until another response takes its slot.
+    A response that has ended counts until its slot is used again.
     """
     same = texts.prompts[:, None] == texts.prompts
     ends = jnp.where(same & ~jnp.eye(len(lengths), dtype=bool), lengths + 1, 0)

@@ -66,7 +66,7 @@ def _most_likely(probabilities: Array, top_p: Any, top_k: Any) -> Array:
 
 
 def _sampled(logprobs: Float[Array, "S V"], tokens: Array, mass: Float[Array, "S V"], cut: Any):
-    """Return tokens sampled from `mass` with their supports; only those that are `cut` have one."""
+    """Return sampled tokens with log-probs and supports; a row that is not `cut` supports all."""
     kept = mass > 0
     least = jnp.min(jnp.where(kept, logprobs, jnp.inf), axis=-1)
     most = jnp.max(jnp.where(kept, -jnp.inf, logprobs), axis=-1)

@@ -157,7 +157,7 @@ class RolloutSource:
         return following
 
     def _extend(self, state: SourceState, params: Any, step: int, policy_step: int) -> SourceState:
-        """Return the state with the rollouts of `step`, the next one, ahead."""
+        """Sample `step`, and return the state with its rollouts behind those that wait."""
         rollout = self.sample(state, params, step, policy_step)
         batch, ahead = rollout.batch, (*state.ahead, rollout)
         pools = state.pools

@@ -47,9 +47,9 @@ def split_devices(devices: Sequence, share: float, block: int) -> tuple[Sequence
 
 
 def open_sampling_mesh(mesh: Mesh, learning: Sequence, sampling: Sequence, share: float) -> Mesh:
-    """Return the sampler's mesh: the same shards of the weights, the other axes are replicas.
+    """Return the mesh of the devices that only sample; `share` is `mesh.sampler_share`.
 
-    With a share of 0.5 each device has the position of a learner device of its process.
+    Weights have the learner's shards, so a process copies only its own; other axes are replicas.
     """
     sizes = mesh.shape
     block = math.prod(sizes[axis] for axis in WEIGHT_AXES)

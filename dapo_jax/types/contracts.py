@@ -106,7 +106,7 @@ class Sampler(Protocol):
         ...
 
     def stop(self, keep: bool) -> list[PartialGroup]:
-        """Stop everything; return it in data order, to be resumed by `submit`, or discard it."""
+        """Stop decoding; with `keep`, return unfinished groups in data order, for `submit`."""
         ...
 
     def close(self) -> None:

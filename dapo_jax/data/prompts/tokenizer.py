@@ -112,7 +112,7 @@ class Tokenizer:
                 raise ConfigError(f"config.{field} = {str(folder)!r}: {name} = {values}: {allowed}")
 
     def decode(self, ids: list[int], special: bool = False) -> str:
-        """Return the text of `ids`, with special tokens if told."""
+        """Return the text of `ids`, without special tokens unless `special`."""
         return self.backend.decode(ids, skip_special_tokens=not special)
 
     def decode_all(self, rows: list[list[int]]) -> list[str]:

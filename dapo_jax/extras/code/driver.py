@@ -23,7 +23,7 @@ NEVER_RAISED = ("StopIteration", "StopAsyncIteration")
 
 
 def encode(value, other):
-    """Return the JSON of plain data, with a tag for what JSON lacks; `other(value)` of the rest."""
+    """Return plain data as JSON values, tagging types that JSON lacks; else `other(value)`."""
     if value is None or isinstance(value, bool):
         return value
     for kind in (int, float, str):

@@ -53,7 +53,7 @@ class Score(float):
 
 
 class Unread(JudgeUnavailable):
-    """Messages without a grade, perhaps because of the response in them."""
+    """The judge gave no grade, perhaps because of the response that it read."""
 
 
 def write_messages(

@@ -105,7 +105,7 @@ def _size(poly: Poly) -> int:
 
 
 def same_rational(mine: Tree, gold: Tree, budget: Budget) -> bool | None:
-    """Test the equality of two rational functions; return None if they are none, or too large."""
+    """Test two rational functions for equality; None if one is no such function, or too large."""
     given = int(budget.left) // SHARE
     share = Budget(given)
     try:

@@ -60,9 +60,10 @@ def ticks(low: float, high: float, least: float = 0.0) -> list[tuple[float, str]
 
 
 def draw(lines: Iterable[Line], span: float) -> dict[str, Any]:
-    """Return the paths and ticks of a plot at least `span` high; {} if there is no value.
+    """Return the paths and ticks of a plot; {} if there is no value.
 
-    A line keeps its number, and so its colour. The span makes rounding errors look flat.
+    The y axis covers at least `span`, so that rounding errors look flat. A line without a value
+    still counts: colours of lines are the same in all plots.
     """
     points = {(i, name): _points(rows, key) for i, (name, rows, key) in enumerate(lines)}
     points = {line: rows for line, rows in points.items() if len(rows)}

@@ -49,7 +49,7 @@ def charts() -> list[dict[str, Any]]:
 
 
 def cards(runs: Runs, leads: bool) -> Iterator[tuple[dict[str, Any], list[tuple[str, Any]]]]:
-    """Yield charts and titled plots: a line per metric, or a plot per metric, a line per run."""
+    """Yield charts and titled plots: a line per metric, or of several runs a plot per metric."""
     for chart in sorted(charts(), key=lambda chart: leads and "of_correctness" in chart):
         names = chart["metrics"].items()
         plots = [("", [(words, run.rows, name) for name, words in names]) for run in runs]

@@ -73,7 +73,7 @@ def read_answer(
 
 
 def _checks(done: Completion, policy: int, vocab: int, limit: int) -> Iterator[tuple[str, bool]]:
-    """Yield parts of a response, and if they fit; a later check relies on the earlier ones."""
+    """Yield the parts of a response, and whether each is valid; checks rely on earlier ones."""
     tokens, logprobs, count = done.tokens, done.sampler_logprobs, len(done.tokens)
     supports = np.zeros((count, 2), np.float32) if done.supports is None else done.supports
     for array, kind, *more in (tokens, np.int32), (logprobs, np.float32), (supports, np.float32, 2):
@@ -131,7 +131,7 @@ class Leases:
             self._tasks[task.key] = task
 
     def room(self) -> int:
-        """Return how many more responses samplers could start now, if more were wanted."""
+        """Return how many responses the samplers could start beyond those that wait for one."""
         with self._changed:
             free = sum(max(0, s.room) for s in self._samplers.values() if not self._is_silent(s))
             waiting = self._tasks.keys() - self._holders.keys()

@@ -12,10 +12,10 @@ IDLE_SECONDS = 1.0
 
 
 class DeviceThread(threading.Thread):
-    """Thread of a server, made in its event loop; `serve_api` starts it.
+    """Thread for a server's device work, made in the event loop; `serve_api` starts it.
 
-    Again and again it calls `turn`, which does some work or returns False, and at its end `finish`.
-    After a failure it sets the message `failure` instead, and the event loop calls `fail`.
+    It calls `turn` in a loop, pauses if that returns False, and calls `finish` once closed. If one
+    of them raises, it sets the message `failure`, and the event loop calls `fail`.
     """
 
     def __init__(

@@ -214,7 +214,7 @@ class Operations:
             self._save(model_id)
 
     def _apply(self, request: Request, model: Any) -> tuple[Model, Result]:
-        """Return a `Model` after a request, and the result; None: it is read from the disk."""
+        """Run a request; return the model after it, and the result. None: read the model first."""
         policies, kind = self._policies, request.kind
         content = self._store.body(request)
         if not (model or kind in ("create_model", "load_weights")):
@@ -270,7 +270,7 @@ class Operations:
         self._store.put("model", model_id, described)
 
     def _save(self, model_id: str) -> None:
-        """Write a model, and forget what made its state."""
+        """Write a model, and delete the requests that its state contains."""
         model = self._models[model_id]
         if model.unsaved:
             path = self._store.model_file(model_id, model.done)

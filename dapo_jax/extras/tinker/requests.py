@@ -144,7 +144,7 @@ class Chunk(OpenFields):
 
 
 class ModelInput(OpenFields):
-    """Prompt."""
+    """Tokens of a prompt, in chunks."""
 
     chunks: list[Chunk]
 

@@ -194,7 +194,7 @@ class RestartingWorker:
         return self._process
 
     def forget(self) -> None:
-        """Leave the process to the parent that this process was forked from."""
+        """After a fork, drop the inherited worker without ending it: it belongs to the parent."""
         self._lock = threading.Lock()
         self._process: WorkerProcess | None = None
 
