@@ -12,6 +12,7 @@ OF_MATH, OF_SAMPLERS = ("percent", "unfinished"), ("host", "key_file", "lease_se
 MOVED = {"reward.judge": "extras.judge", "teacher": "extras.teacher"}
 MOVED |= {"extras.teacher.weights_dtype": "extras.teacher.dtype"}
 MOVED |= {"rollout.lag": "rollout.staleness", "rollout.remote": "sampler.engine"}
+MOVED |= {"environment.max_drawn_tokens": "environment.max_sampled_tokens"}
 MOVED |= {f"reward.{name}": f"extras.math.{name}" for name in OF_MATH}
 MOVED |= {f"sampler.{name}": f"extras.samplers.{name}" for name in OF_SAMPLERS}
 HUB_ADDRESS = re.compile(
