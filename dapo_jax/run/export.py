@@ -22,7 +22,7 @@ from dapo_jax.model.save_huggingface import Layers
 from dapo_jax.model.trainable import choose_trained, is_trained, merge, without_adapters
 from dapo_jax.run import model_card
 from dapo_jax.run.identity import frozen_content
-from dapo_jax.run.store import checkpoint_folder, newest_step, read_record, record_path, saved_steps
+from dapo_jax.run.store import checkpoint_folder, find_steps, newest_step, read_record, record_path
 from dapo_jax.runtime import processes
 from dapo_jax.runtime.sharding import flatten
 from dapo_jax.runtime.storage.files import (
@@ -44,7 +44,7 @@ class SavedPolicy:
     """
 
     def __init__(self, run_dir: str | os.PathLike, step: int = 0):
-        steps = saved_steps(run_dir)
+        steps = find_steps(run_dir)
         require(bool(steps), "run", str(run_dir), "the run_dir of a run that has saved")
         self.step = step or newest_step(run_dir, field="run") or 0
         listed = ", ".join(map(str, steps))

@@ -40,7 +40,7 @@ EXTRAS = {
     "report": 397,
     "samplers": 899,
     "serve": 1_286,
-    "sft": 869,
+    "sft": 870,
     "tinker": 1_584,
     "trackers": 142,
     "vllm": 269,

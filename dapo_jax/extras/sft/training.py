@@ -264,7 +264,8 @@ def train_supervised(settings: Supervised, signals: Signals | None = None) -> pa
         shutil.rmtree(config.run_dir, ignore_errors=True)
 
     def write() -> None:
-        wanted = experiment.ExportConfig(config.run_dir, settings.out, dtype="float32")
+        places = config.run_dir, settings.out, config.total_steps
+        wanted = experiment.ExportConfig(*places, dtype="float32")
         metrics = pathlib.Path(config.run_dir, METRICS)
         export(wanted, settings.output, lambda folder, *_: shutil.copy(metrics, folder))
         remove()
