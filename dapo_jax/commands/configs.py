@@ -8,8 +8,8 @@ A config is then trained by its name or file: dapo-jax train arithmetic, dapo-ja
 
 import sys
 
-from dapo_jax.config.cli import exit_with_error
 from dapo_jax.config.files import shipped_configs, summary
+from dapo_jax.run.command_line import exit_with_error
 from dapo_jax.types.errors import nearest
 
 COMMANDS = {"train": "Config", "sft": "SftConfig"}  # what a config returns

@@ -22,7 +22,7 @@ import subprocess
 import sys
 from dataclasses import fields
 
-from dapo_jax.config import cli, files
+from dapo_jax.config import files
 from dapo_jax.config.experiment import Config, OneMesh
 from dapo_jax.run import command_line
 from dapo_jax.types.errors import ConfigError
@@ -94,7 +94,7 @@ def check_machine(config: Config, file: str, machine: str) -> None:
     from dapo_jax.runtime.sharding import mesh_shape
 
     kind, _, chips = machine.partition(":")
-    cli.check_flag(bool(kind) and chips.isdecimal(), "check", machine, "as v6e:64")
+    command_line.check_flag(bool(kind) and chips.isdecimal(), "check", machine, "as v6e:64")
     named = re.fullmatch(r"(v\d\w*|[tg]pu\w*)_(\d+)", name := files.variant(file))
     is_resized = any(argument.startswith("--config.mesh.") for argument in sys.argv)
     if named and (named[1] != kind or named[2] != chips and not is_resized):
@@ -107,7 +107,7 @@ def check_machine(config: Config, file: str, machine: str) -> None:
 
 def check(machine: str) -> int:
     """Check the settings, and the machine if one is named; return 0."""
-    flags = cli.split_flags(sys.argv[1:], cli.flag_names(Config)[1])
+    flags = command_line.split_flags(sys.argv[1:], command_line.flag_names(Config)[1])
     file = next((value for flag, value in flags if flag in ("", "config")), "")
     command_line.load(
         Config,

@@ -8,7 +8,6 @@ import pathlib
 import re
 from typing import Any
 
-from dapo_jax.config.foreign_names import advice
 from dapo_jax.config.settings import from_dict
 from dapo_jax.runtime.text_files import read_file, read_json
 from dapo_jax.runtime.user_code import describe_error, short_path
@@ -157,8 +156,7 @@ def read_config(kind: type, name: str) -> Any:
             config.algorithm = argument
             config.run_dir = f"{config.run_dir.rstrip('/')}_{argument}"
     except ConfigError as error:
-        hint = f"; {advice('algorithm')}" if error.field == "algorithm" else ""
-        raise ConfigError(f"{short_path(path)}: {error}{hint}", error.field) from None
+        raise ConfigError(f"{short_path(path)}: {error}", error.field) from None
     return config
 
 

@@ -27,15 +27,15 @@ def settings_by_argument() -> dict[str, str]:
     return {name: setting for setting, _, names in lines for name in names.split()}
 
 
-def advice(name: str) -> str:
-    """Return what replaces an argument of another library, by its name or last part, or ""."""
-    if name in ADVICE:
-        return ADVICE[name]
+def replacements(name: str) -> list[str]:
+    """Return the settings that replace an argument of another library, by its name or last part."""
     if (present := present_name(name)) != name:
-        return f"--config.{present}"
+        return [present]
+    if name.startswith("extras."):
+        return []
     settings = settings_by_argument()
     last = name.rpartition(".")[2]
     same_end = {setting for full, setting in settings.items() if full.rpartition(".")[2] == last}
     by_end = same_end.pop() if len(same_end) == 1 else ""
     known = settings.get(name) or settings.get(last) or by_end
-    return " and ".join(f"--config.{setting}" for setting in known.split(", ") if setting)
+    return known.split(", ") if known else []

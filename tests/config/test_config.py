@@ -15,7 +15,7 @@ from dapo_jax.commands import api
 from dapo_jax.config.algorithms import preset
 from dapo_jax.config.experiment import Config, Lora, Optimizer
 from dapo_jax.config.files import config_for_folder, read_config, shipped_configs
-from dapo_jax.config.foreign_names import advice, settings_by_argument
+from dapo_jax.config.foreign_names import replacements, settings_by_argument
 from dapo_jax.config.rates import choose_rates
 from dapo_jax.config.settings import leaves
 from dapo_jax.extras.serve.settings import ServeConfig
@@ -378,6 +378,6 @@ def test_every_setting_of_the_table_exists():
 
 
 def test_the_last_part_of_a_name_is_enough():
-    assert advice("clip_ratio_high") == "--config.algorithm.clip_high"
-    assert advice("training_args.learning_rate") == "--config.optimizer.learning_rate"
-    assert advice("nothing") == advice("model.path") == ""  # several end in path
+    assert replacements("clip_ratio_high") == ["algorithm.clip_high"]
+    assert replacements("training_args.learning_rate") == ["optimizer.learning_rate"]
+    assert replacements("nothing") == replacements("model.path") == []  # several end in path

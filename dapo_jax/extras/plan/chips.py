@@ -11,7 +11,7 @@ from typing import Any
 import jax
 from jax.experimental import topologies
 
-from dapo_jax.config.cli import check_flag
+from dapo_jax.run.command_line import check_flag
 from dapo_jax.types.errors import ConfigError
 
 GIB = 2**30

@@ -10,7 +10,6 @@ settings. Memory is the compiler's figure; seconds are a formula's, since nothin
 import re
 import sys
 
-from dapo_jax.config import cli
 from dapo_jax.config.experiment import Config
 from dapo_jax.config.settings import Section, assign_text, check_settings, defaults, leaves, setting
 from dapo_jax.run import command_line
@@ -39,16 +38,17 @@ class PlanSettings(Section):
 def read_flags() -> PlanSettings:
     """Read the flags of a plan, and leave the rest of the command line for the config."""
     settings, given, rest = PlanSettings(), {}, []
+    _, switches = command_line.flag_names(Config)
     try:
-        for flag, text in cli.split_flags(sys.argv[1:], {"json", *cli.flag_names(Config)[1]}):
+        for flag, text in command_line.split_flags(sys.argv[1:], {"json", *switches}):
             if flag in defaults(PlanSettings):
-                cli.check_once(flag, given.setdefault(flag, text), text)
+                command_line.check_once(flag, given.setdefault(flag, text), text)
                 assign_text(settings, flag, text)
             else:
                 rest.append(f"--{flag}={text}" if flag else text)
         check_settings(settings)
     except ConfigError as error:
-        cli.exit_with_error(re.sub(r"^config\.", "--", str(error)))
+        command_line.exit_with_error(re.sub(r"^config\.", "--", str(error)))
     sys.argv[1:] = rest
     return settings
 

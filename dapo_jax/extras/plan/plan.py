@@ -7,13 +7,13 @@ import pathlib
 import sys
 from typing import Any
 
-from dapo_jax.config.cli import check_flag
 from dapo_jax.config.experiment import Config
 from dapo_jax.extras.plan import programs
 from dapo_jax.extras.plan.chips import GIB, parse
 from dapo_jax.extras.plan.estimate import assumed_lengths, calibrated_step
 from dapo_jax.extras.plan.main import PlanSettings
 from dapo_jax.extras.plan.programs import SAMPLING, CompiledProgram, Compiler, Layout
+from dapo_jax.run.command_line import check_flag
 
 SOURCE = "- {phase}: {model} on {chip}, {efficiency:.0%} of the peak, {source}, {date}"
 SAMPLING_ADVICE = (
