@@ -15,7 +15,6 @@ import math
 import operator
 import re
 import socket
-import threading
 import zlib
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Any, NamedTuple
@@ -157,7 +156,9 @@ class RewardFunction:
         for limit in self._limits(seconds):
             try:
                 value = self._call(call)
-                return self._read(_run(value, limit) if inspect.isawaitable(value) else value, call)
+                if inspect.isawaitable(value):
+                    value = asyncio.run(_limited(value, limit))
+                return self._read(value, call)
             except (Exception, asyncio.CancelledError) as error:
                 reply = self._fail(error)
         return reply
@@ -329,7 +330,6 @@ _ERROR_OUTCOMES: tuple[tuple[type[BaseException] | tuple, Outcome], ...] = (
     (MemoryError, Outcome.MEMORY),
     ((ConnectionError, socket.gaierror), Outcome.JUDGE_UNAVAILABLE),
 )
-_loops = threading.local()
 
 
 def make_failure(error: BaseException, other: Outcome, text: str = "") -> Failure:
@@ -347,13 +347,6 @@ def make_failure(error: BaseException, other: Outcome, text: str = "") -> Failur
                 return Failure(outcome, text)
         cause = cause.__cause__ or cause.__context__
     return Failure(other, text)
-
-
-def _run(awaitable: Awaitable, seconds: float | None) -> Any:
-    """Return a result. A thread keeps its event loop, and so the connections of clients."""
-    if not hasattr(_loops, "runner"):
-        _loops.runner = asyncio.Runner()
-    return _loops.runner.run(_limited(awaitable, seconds))
 
 
 async def _limited(awaitable: Awaitable, seconds: float | None) -> Any:

@@ -35,7 +35,7 @@ from dapo_jax.rewards.functions import (
     make_failure,
     place_rewards,
 )
-from dapo_jax.rewards.verifying import WORKER, Workers, open_verifier, score_answer, scores
+from dapo_jax.rewards.verifying import WORKER, open_verifier, open_workers, verify_and_score
 from dapo_jax.runtime.workers.parent import LATE_FACTOR, Limits, RestartingWorker
 from dapo_jax.runtime.workers.pickled_functions import IN_PROCESS_PREFIX, FunctionCopies
 from dapo_jax.runtime.workers.pool import WorkerPool
@@ -55,31 +55,29 @@ class BatchScorer:
     def __init__(self, pool: WorkerPool, threads: int, together: int, answer: Callable):
         self._pool, self._threads, self._together, self._answer = pool, threads, together, answer
         self._queue: collections.deque[tuple[Any, asyncio.Future]] = collections.deque()
-        self._lock = threading.Lock()
+        self._busy = set[asyncio.Task]()  # one per thread
 
     async def score(self, calls: Sequence[Any]) -> list[Any]:
         """Return the replies to calls."""
         loop = asyncio.get_running_loop()
         jobs = [(call, loop.create_future()) for call in calls]
         self._queue.extend(jobs)
-        for _ in jobs:
-            self._pool.submit(self._work, loop)
+        for _ in range(min(len(jobs), self._threads - len(self._busy))):
+            task = loop.create_task(self._empty_queue())
+            self._busy.add(task)
+            task.add_done_callback(self._busy.discard)
         return await asyncio.gather(*(reply for _, reply in jobs))
 
-    def _work(self, workers: Any, loop: asyncio.AbstractEventLoop) -> None:
-        with self._lock:
+    async def _empty_queue(self) -> None:
+        while self._queue:
             share = math.ceil(len(self._queue) / self._threads)
             jobs = [self._queue.popleft() for _ in range(min(share, self._together))]
-        jobs = [(call, reply) for call, reply in jobs if not reply.cancelled()]
-        if jobs:
-            values = self._answer(workers, [call for call, _ in jobs])
-            loop.call_soon_threadsafe(_settle, [reply for _, reply in jobs], values)
-
-
-def _settle(replies: Sequence[asyncio.Future], values: Sequence[Any]) -> None:
-    for reply, value in zip(replies, values, strict=True):
-        if not reply.cancelled():
-            reply.set_result(value)
+            jobs = [(call, reply) for call, reply in jobs if not reply.cancelled()]
+            calls = [call for call, _ in jobs]
+            values = calls and await asyncio.wrap_future(self._pool.submit(self._answer, calls))
+            for (_, reply), value in zip(jobs, values, strict=True):
+                if not reply.cancelled():
+                    reply.set_result(value)
 
 
 class ProcessScorer:
@@ -122,10 +120,8 @@ class AsyncScorer(ProcessScorer):
     """Scorer in a process that is asked which calls have ended.
 
     If it dies or does not reply, each call that it had is made again alone. A call whose reply
-    nobody awaits any more is not made, or stopped.
-
-    Attributes:
-        unread: counts, such as requests to a judge, of the stopped calls.
+    nobody awaits any more is not made, or stopped; the next reply has its counts too, such as
+    requests to a judge.
     """
 
     def __init__(
@@ -138,7 +134,7 @@ class AsyncScorer(ProcessScorer):
     ):
         super().__init__(function, seconds, pool)
         self.worker, self._free = worker, asyncio.Semaphore(most)
-        self.unread = collections.Counter[str]()
+        self._counts = collections.Counter[str]()  # that no reply has had
         self._calls: dict[str, tuple[Call, asyncio.Future]] = {}
         self._sent: set[str] = set()
         self._numbers = map(str, itertools.count())
@@ -168,13 +164,12 @@ class AsyncScorer(ProcessScorer):
             except Exception:  # it died, was late, or wrote something else
                 done, running = {}, []
             for number in self._sent.difference(running):
-                fields = done.get(number)
-                result = fields and PartsReply.from_json(fields)
                 _, future = self._calls.pop(number, (None, None))
+                result = PartsReply.from_json(done[number]) if number in done else None
+                self._counts.update(result.counts if result else {})
                 if future and not future.done():
-                    future.set_result(result)
-                elif result:
-                    self.unread.update(result.counts)
+                    future.set_result(result and result._replace(counts=dict(self._counts)))
+                    self._counts = self._counts if result is None else collections.Counter()
             self._sent.intersection_update(running)
 
 
@@ -196,8 +191,7 @@ class RewardPool:
         extras: Any = None,
     ):
         extras = extras or open_extras()
-        self._reward, self._weights = reward, reward.weights()
-        self._split = split
+        self._reward, self._weights, self._split = reward, reward.weights(), split
         self.verifier = open_verifier(reward, extras)
         functions = find_functions([*self._weights], extras=extras)  # fails here, not in a worker
         self._of_groups = [f for f in functions.values() if f.sees_group]
@@ -205,33 +199,34 @@ class RewardPool:
         self._reads_verdicts = reward.reads_verdicts() or bool(self._of_groups)
         in_workers = [name for name in functions if not name.startswith(IN_PROCESS_PREFIX)]
         self._copies = FunctionCopies(in_workers)
-        settings = json.dumps(changed(extras))
-        words = ("functions", self._copies.path, str(reward.timeout_seconds), settings)
-        self._open_worker = functools.partial(RestartingWorker, WORKER, *words)
-        workers = [self._open_workers(in_workers) for _ in range(reward.workers)]
+        words = self._copies.path, str(reward.timeout_seconds), json.dumps(changed(extras))
+        open_functions = functools.partial(RestartingWorker, WORKER, "functions", *words)
+        workers = [
+            (open_functions(*in_workers), *open_workers(self.verifier))
+            for _ in range(reward.workers)
+        ]
         self._pool = WorkerPool(workers, "reward")
-        threads, together = reward.workers, self.verifier.together
-        self._verify = BatchScorer(self._pool, threads, together, self._ask_verifier)
-        self._scorers = {name: self._open_scorer(f) for name, f in functions.items()}
+        self._verify = BatchScorer(
+            self._pool,
+            reward.workers,
+            self.verifier.together,
+            lambda workers, jobs: verify_and_score(self.verifier, workers[1:], jobs),
+        )
+        self._scorers: dict[str, ProcessScorer] = {}
+        for name, function in functions.items():
+            own = function, reward.timeout_seconds, self._pool
+            most = function.concurrency or reward.concurrency
+            if name not in in_workers:
+                self._scorers[name] = LocalScorer(*own, most)
+            elif function.is_async:
+                self._scorers[name] = AsyncScorer(*own, most, open_functions(name))
+            else:
+                self._scorers[name] = ProcessScorer(*own)
         self._async = [s for s in self._scorers.values() if isinstance(s, AsyncScorer)]
         self._running = collections.Counter[str]()  # calls by function
         self._lock, self._closed = threading.Lock(), False
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._run_loop, daemon=True, name="rewards").start()
-
-    def _open_workers(self, names: Sequence[str]) -> Workers:
-        """Return the processes of one thread: of functions, of scores, of the verifier."""
-        scores = RestartingWorker(WORKER, "scores")
-        return (self._open_worker(*names), scores, *self.verifier.open())
-
-    def _open_scorer(self, function: RewardFunction) -> ProcessScorer:
-        own = function, self._reward.timeout_seconds, self._pool
-        most = function.concurrency or self._reward.concurrency
-        if function.name.startswith(IN_PROCESS_PREFIX):
-            return LocalScorer(*own, most)
-        if function.is_async:
-            return AsyncScorer(*own, most, self._open_worker(function.name))
-        return ProcessScorer(*own)
 
     @property
     def kills(self) -> int:
@@ -301,9 +296,6 @@ class RewardPool:
                     share = {name: values[j] for name, values in parts.items()}
                     reply = PartsReply(share, failure, {} if j else counts)
                     verdicts[i] = self._add(verdicts[i], [reply])
-        for scorer in self._async if verdicts else ():  # replies that nobody read were paid too
-            verdicts[0] = self._add(verdicts[0], [PartsReply({}, None, dict(scorer.unread))])
-            scorer.unread.clear()
         return verdicts
 
     async def _score_responses(
@@ -315,14 +307,7 @@ class RewardPool:
             pieces = self._split(done.last_turn.tolist()) if with_tokens else None
             own = prompt.text, done.text, prompt.answer
             calls.append(ResponseCall(*own, pieces, prompt.columns))
-        verdicts: list[Verdict] = await self._verify.score(calls)
-        if prompt.metadata and scores(prompt.source):
-
-            def score(workers: Workers, verdict: Verdict) -> Verdict:
-                return score_answer(workers[1], prompt, verdict, self._reward.timeout_seconds)
-
-            work = (self._pool.submit(score, verdict) for verdict in verdicts)
-            verdicts = await asyncio.gather(*map(asyncio.wrap_future, work))
+        verdicts: list[Verdict] = await self._verify.score([(prompt, call) for call in calls])
         for i, (done, verdict) in enumerate(zip(completions, verdicts, strict=True)):
             failure = verdict.failure if self._reads_verdicts else None
             if done.lost_environment:
@@ -375,14 +360,3 @@ class RewardPool:
                     total = (weighted if total is None else weighted + total).tolist()
                 parts[name] = value
         return dataclasses.replace(verdict, parts=parts, failure=failure, token_rewards=total)
-
-    # --- in threads -----------------------------------------------------------------------------
-
-    def _ask_verifier(self, workers: Workers, calls: list[ResponseCall]) -> list[Verdict]:
-        try:
-            verdicts = self.verifier.verify(workers[2:], calls)
-            if self.verifier.together == 1 and verdicts[0].failure:
-                verdicts = self.verifier.verify(workers[2:], calls)
-            return verdicts
-        except Exception as error:
-            return [Verdict(False, None, make_failure(error, Outcome.CRASH)) for _ in calls]

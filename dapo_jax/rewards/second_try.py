@@ -2,21 +2,21 @@
 
 import functools
 import json
-
-import numpy as np
+from collections.abc import Callable
 
 from dapo_jax.config.experiment import Reward
 from dapo_jax.config.settings import open_extras
-from dapo_jax.rewards.pool import RewardPool
-from dapo_jax.types.structs import Completion, Observation, Problem, Prompt
+from dapo_jax.rewards.functions import ResponseCall
+from dapo_jax.rewards.verifying import open_verifier, open_workers, verify_and_score
+from dapo_jax.types.structs import Observation, Problem
 
-NO_TOKENS = np.empty(0, np.int32)
 MAX_TRIES = 2
 
 
 @functools.cache
-def _pool(verifier: str, extras: str) -> RewardPool:
-    return RewardPool(Reward(verifier=verifier), extras=open_extras(json.loads(extras)))
+def _open(verifier: str, extras: str) -> Callable:
+    verifying = open_verifier(Reward(verifier=verifier), open_extras(json.loads(extras)))
+    return functools.partial(verify_and_score, verifying, open_workers(verifying))
 
 
 class SecondTry:
@@ -30,7 +30,7 @@ class SecondTry:
     FEEDBACK = "That is not right. Try again, and end with the answer in the same form."
 
     def __init__(self, verifier: str = "math", extras: str = "{}"):
-        self._pool = _pool(verifier, extras)
+        self._verify = _open(verifier, extras)
 
     def reset(self, problem: Problem) -> None:
         """Load the problem's own scorer, if it has one; that can take seconds."""
@@ -48,11 +48,8 @@ class SecondTry:
         return Observation(self.FEEDBACK)
 
     def _is_correct(self, text: str) -> bool:
-        own = self._problem
-        named = own.text, NO_TOKENS, own.answer, own.source
-        prompt = Prompt(0, own.id, *named, metadata=own.metadata)
-        response = Completion(NO_TOKENS, NO_TOKENS, False, 0, text)
-        (verdict,) = self._pool.submit_group(prompt, [response]).result()
+        call = ResponseCall(self._problem.text, text, self._problem.answer)
+        (verdict,) = self._verify([(self._problem, call)])
         if verdict.failure:
             raise RuntimeError(verdict.failure.text)
         return verdict.correct

@@ -20,6 +20,7 @@ from dapo_jax.types.errors import require
 from dapo_jax.types.structs import (
     SLOW,
     Outcome,
+    Problem,
     Prompt,
     Verdict,
     WantedColumns,
@@ -136,11 +137,32 @@ def scores(source: str) -> bool:
     return hasattr(find_source(source), "score")
 
 
-def score_answer(
-    worker: RestartingWorker, prompt: Prompt, verdict: Verdict, seconds: float
+def open_workers(verifying: Verifying) -> Workers:
+    """Return the processes of one thread, for `verify_and_score`."""
+    return (RestartingWorker(WORKER, "scores"), *verifying.open())
+
+
+def verify_and_score(
+    verifying: Verifying, workers: Workers, jobs: Sequence[tuple[Prompt | Problem, ResponseCall]]
+) -> list[Verdict]:
+    """Return the verdicts on responses; the verifier's, or of the problem's own scorer."""
+    calls = [call for _, call in jobs]
+    try:
+        verdicts = verifying.verify(workers[1:], calls)
+        if verifying.together == 1 and verdicts[0].failure:
+            verdicts = verifying.verify(workers[1:], calls)
+    except Exception as error:
+        return [Verdict(False, None, make_failure(error, Outcome.CRASH)) for _ in calls]
+    pairs = zip(jobs, verdicts, strict=True)
+    seconds = verifying.reward.timeout_seconds
+    return [_score_answer(workers[0], prompt, verdict, seconds) for (prompt, _), verdict in pairs]
+
+
+def _score_answer(
+    worker: RestartingWorker, prompt: Prompt | Problem, verdict: Verdict, seconds: float
 ) -> Verdict:
     """Return the verdict of the problem's own scorer on the extracted answer."""
-    if verdict.failure:
+    if verdict.failure or not (prompt.metadata and scores(prompt.source)):
         return verdict
     job = ScoreRequest(prompt.source, prompt.metadata, verdict.extracted)._asdict()
     first = ScoreRequest(prompt.source)._asdict()

@@ -7,14 +7,17 @@ import json
 import os
 import secrets
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
 import weakref
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 START_SECONDS = 60.0  # for an interpreter to start on a busy machine
+MIN_SECONDS, MAX_SECONDS = 1e-3, 1e6  # of a socket's time limit: 0 and infinity mean others
 MAX_REPLY_BYTES = 1 << 26  # rewards of each token of 64 responses; a longer reply is broken
 # Longer limits of a second attempt, relative to the first.
 LATE_FACTOR = 4
@@ -42,16 +45,16 @@ class WorkerProcess:
 
     def __init__(self, module: str, *arguments: str):
         self._prepared: set[str] = set()
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", module, *arguments],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-            start_new_session=True,
-        )
-        assert self._process.stdin and self._process.stdout
-        self._to = self._process.stdin
-        self._from = self._process.stdout
+        # A socket has time limits of its own, which cost less than a thread that watches a pipe.
+        self._channel, other = socket.socketpair()
+        with other:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", module, *arguments],
+                stdin=other.fileno(),
+                stdout=other.fileno(),
+                env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+                start_new_session=True,
+            )
         try:
             self._exchange(b"", time.monotonic() + START_SECONDS)
         except BaseException:
@@ -88,45 +91,39 @@ class WorkerProcess:
             self._prepared.add(name)
 
     def _exchange(self, message: bytes, deadline: float) -> bytes:
-        late = threading.Event()
+        def transfer(function: Callable[[Any], Any], argument: Any) -> Any:
+            seconds = deadline - time.monotonic()
+            self._channel.settimeout(min(max(seconds, MIN_SECONDS), MAX_SECONDS))
+            return function(argument)
 
-        def stop() -> None:
-            late.set()
-            self._kill_group()
-
-        seconds = max(0.0, deadline - time.monotonic())
-        timer = threading.Timer(min(seconds, threading.TIMEOUT_MAX), stop)
-        timer.daemon = True
-        timer.start()
+        reply = bytearray()
         try:
-            self._to.write(message)
-            self._to.flush()
-            reply = self._from.readline(MAX_REPLY_BYTES + 1)
+            transfer(self._channel.sendall, message)
+            while not reply.endswith(b"\n") and (part := transfer(self._channel.recv, 1 << 16)):
+                reply += part
+                if len(reply) > MAX_REPLY_BYTES:
+                    raise ValueError(f"the reply has over {MAX_REPLY_BYTES} bytes")
+        except TimeoutError:
+            raise TimeoutError("no answer in time") from None
         except OSError:
-            reply = b""
-        finally:
-            timer.cancel()
-        if late.is_set():
-            raise TimeoutError("no answer in time")
-        if len(reply) > MAX_REPLY_BYTES:
-            raise ValueError(f"the reply has over {MAX_REPLY_BYTES} bytes")
-        if not reply.endswith(b"\n"):
+            reply.clear()
+        if not reply.endswith(
+            b"\n"
+        ):  # not in the block above: no lost connection is the error's context
             raise OSError("the worker died")
-        return reply
+        return bytes(reply)
 
-    def _kill_group(self) -> None:
+    def stop(self) -> None:
+        """Kill the process and its forked children; a thread that waits for a reply gets none."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.kill()
 
     def kill(self) -> int:
-        """Kill the process and its forked children, and return its exit code."""
-        self._kill_group()
-        self._process.kill()
-        code = self._process.wait()
-        with contextlib.suppress(OSError):  # unsent bytes
-            self._to.close()
-        self._from.close()
-        return code
+        """Stop the process, and return its exit code; no other thread may use it."""
+        self.stop()
+        self._channel.close()
+        return self._process.wait()
 
 
 class ComputedTooLong(TimeoutError):
@@ -203,7 +200,10 @@ class RestartingWorker:
         self._closed = True
         process = self._process
         if process is not None:
-            process.kill()
+            process.stop()
+            if self._lock.acquire(blocking=False):  # else the thread that asks clears up
+                process.kill()
+                self._lock.release()
 
 
 _workers: weakref.WeakSet[RestartingWorker] = weakref.WeakSet()
