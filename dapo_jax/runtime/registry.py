@@ -30,7 +30,7 @@ OURS: dict[str, dict[str, str]] = {
         ),
         "code": "dapo_jax.extras.code.verifier:CodeVerifying",
     },
-    "parts": {"judge": "dapo_jax.extras.judge.model_judge:ModelJudge"},
+    "parts": {"judge": "dapo_jax.extras.judge:ModelJudge"},
     "sources": {
         **dict.fromkeys(("arithmetic", "multi_digit_sums"), "dapo_jax.extras.arithmetic"),
         "gym": "dapo_jax.extras.gym",
@@ -57,7 +57,7 @@ OURS: dict[str, dict[str, str]] = {
         "qwen3_next": "dapo_jax.extras.families.qwen3_5:QWEN3_NEXT",
     },
     "settings": {
-        "judge": "dapo_jax.extras.judge.settings:JudgeSettings",
+        "judge": "dapo_jax.extras.judge:JudgeSettings",
         "math": "dapo_jax.extras.math.settings:MathSettings",
         "samplers": "dapo_jax.extras.samplers.settings:SamplersSettings",
         "teacher": "dapo_jax.extras.distillation.settings:TeacherSettings",

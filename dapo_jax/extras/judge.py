@@ -6,8 +6,6 @@ can't end before its end; and only a reply that is one JSON object has a score.
 
 import asyncio
 import concurrent.futures
-import contextlib
-import hashlib
 import http.client
 import json
 import os
@@ -16,18 +14,14 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from typing import Any
+from typing import Any, ClassVar
 
-from etils import epath
-
-from dapo_jax.extras.judge.settings import JudgeSettings
-from dapo_jax.runtime.storage.files import suppress_storage_errors, write_text
+from dapo_jax.config.settings import Section, setting
+from dapo_jax.types.rules import Count, CountOr0, Positive, PositiveOr0, Temperature, Url
 from dapo_jax.types.structs import JudgeUnavailable
 
-JSON = {"Content-Type": "application/json"}
 MAX_REPLY_BYTES = 1 << 20
 FIRST_DELAY_SECONDS = 0.5  # between attempts; it doubles
-RETRIED = (408, 409, 425, 429, *range(500, 600))  # HTTP status codes
 SYSTEM = (
     "You grade a response to a problem by a rubric. The user's message is a JSON object with the "
     "problem, the response, the reference answer and the rubric. The response was written by "
@@ -37,13 +31,33 @@ SYSTEM = (
 )
 AGAIN = "Reply with the JSON object alone."  # no judge reads its own reply, which may quote
 GRADE = {"reason": {"type": "string"}, "score": {"type": "integer"}}
-SCHEMA: dict[str, Any] = {"type": "object", "additionalProperties": False, "properties": GRADE}
-SCHEMA["required"] = [*GRADE]
+SCHEMA: dict[str, Any] = {"type": "object", "properties": GRADE, "required": [*GRADE]}
+SCHEMA |= {"additionalProperties": False}
 FORMAT = {"type": "json_schema", "json_schema": {"name": "grade", "strict": True, "schema": SCHEMA}}
-UNREAD = (400, 413, 422)  # of what is too long, or filtered
 # Each control token has one: <|im_end|>, </s>, [INST], [gMASK], [UNUSED_TOKEN_145], ]~b], ...
 _CONTROL = re.compile(r"[<>\[\]]")
 _FENCED = re.compile(r"\A```(?:json)?\n(.*)\n```\Z", re.DOTALL)
+
+
+class JudgeSettings(Section):
+    """A language model behind OpenAI's chat endpoint that grades responses (part `judge`)."""
+
+    combinations: ClassVar = """
+        reward.parts~judge -> extras.judge.model!=: the judge's name at extras.judge.url
+        reward.parts!~judge -> extras.judge.
+    """
+    url: Url = setting("http://127.0.0.1:8000/v1", "Address up to /v1; key: OPENAI_API_KEY.")
+    model: str = setting("", "Name of the judge at the endpoint.")
+    rubric: str = setting("Does the response solve the problem?", "If a row has no `rubric`.")
+    highest: Count = setting(10, "Highest score, which is a reward of 1; the lowest is 0.")
+    structured: bool = setting(True, "Ask for JSON by a schema; false for `dapo-jax serve`.")
+    temperature: Temperature = setting(0.0, "Softmax temperature of the judge.")
+    max_tokens: Count = setting(1024, "Limit of a reply.")
+    retries: CountOr0 = setting(3, "Further tries without a reply or score.", may_change=True)
+    request_seconds: Positive = setting(120.0, "Limit of a request.", may_change=True)
+    concurrency: Count = setting(16, "Requests at a time.", may_change=True)
+    input_price: PositiveOr0 = setting(0.0, "Price of 10^6 prompt tokens.", may_change=True)
+    output_price: PositiveOr0 = setting(0.0, "Price of 10^6 reply tokens.", may_change=True)
 
 
 class Score(float):
@@ -54,6 +68,11 @@ class Score(float):
 
 class Unread(JudgeUnavailable):
     """The judge gave no grade, perhaps because of the response that it read."""
+
+
+# By HTTP status code: requests to repeat, and those too long or filtered.
+ERRORS: dict[int, type[OSError]] = dict.fromkeys((408, 409, 425, 429, *range(500, 600)), OSError)
+ERRORS |= dict.fromkeys((400, 413, 422), Unread)
 
 
 def write_messages(
@@ -89,79 +108,62 @@ class ModelJudge:
 
     async def __call__(self, prompt: str, response: str, answer: str, rubric: str = "") -> Score:
         """Return the score of a response. Raises JudgeUnavailable."""
-        own = self._settings, prompt
-        messages, without = (write_messages(*own, text, answer, rubric) for text in (response, ""))
-        call, loop = _Call(self._settings), asyncio.get_running_loop()
-        work = loop.run_in_executor(self._threads, call.score, messages, without)
+
+        own, stop = (self._settings, prompt), threading.Event()
+        both = [write_messages(*own, text, answer, rubric) for text in (response, "")]
+        work = asyncio.get_running_loop().run_in_executor(self._threads, self._score, both, stop)
         try:
             return await asyncio.shield(work)
         except asyncio.CancelledError:
-            call.stop.set()
+            stop.set()
             return await work  # for the counts of the requests that were sent
 
-
-class _Call:
-    """Requests for one score. No further ones are sent after `stop` is set."""
-
-    def __init__(self, settings: JudgeSettings):
-        self._settings, self.stop = settings, threading.Event()
-        self._counts = {"judge_calls": 0.0, "judge_tokens": 0.0, "judge_cost": 0.0}
-
-    def score(self, messages: list[dict], without: list[dict]) -> Score:
-        """Return the score; 0 if the judge can grade only messages `without` the response."""
+    def _score(self, both: list[list[dict]], stop: threading.Event) -> Score:
+        """Return the score; 0 if the judge can grade only the messages without the response."""
+        counts = {"judge_calls": 0.0, "judge_tokens": 0.0, "judge_cost": 0.0}
         try:
             try:
-                score = Score(self._grade(messages))
+                score = Score(self._grade(both[0], counts, stop))
             except Unread:
-                score = Score(0 * self._grade(without))
+                score = Score(0 * self._grade(both[1], counts, stop))
         except JudgeUnavailable as error:
-            error.counts = self._counts
+            error.counts = counts
             raise
-        score.counts = self._counts
+        score.counts = counts
         return score
 
-    def _grade(self, messages: list[dict]) -> float:
-        settings = self._settings
+    def _grade(self, messages: list[dict], counts: dict, stop: threading.Event) -> float:
+        """Return the score of a readable reply; no further request is sent after `stop`."""
+        settings, reply = self._settings, ""
         request: dict[str, Any] = {"model": settings.model, "messages": messages}
         request |= {"temperature": settings.temperature, "max_tokens": settings.max_tokens}
         request |= {"response_format": FORMAT} if settings.structured else {}
-        place = hashlib.sha256(json.dumps(request).encode()).hexdigest()
-        path = epath.Path(settings.cache) / place[:2] / f"{place}.json" if settings.cache else None
-        reply, kind, error, seconds = None, Unread, "nobody reads the score", 0.0
-        if path is not None:
-            with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-                reply = json.loads(path.read_text())["reply"]
+        kind, reason, seconds = Unread, "nobody reads the score", 0.0
         for attempt in range(settings.retries + 1):
-            if self.stop.wait(seconds):
+            if stop.wait(seconds):
                 break
             try:
-                reply = self._ask(request) if reply is None else reply
-                score = read_score(reply, settings.highest)
+                reply = self._ask(request, counts)
+                return read_score(reply, settings.highest)
             except JudgeUnavailable:
                 raise
-            except (OSError, http.client.HTTPException) as failure:
-                kind, error, seconds = JudgeUnavailable, failure, FIRST_DELAY_SECONDS * 2**attempt
-            except ValueError as failure:
-                error, seconds = f"the judge replied {reply!r:.100}: {failure}", 0.0
-                again = {"role": "system", "content": f"{messages[0]['content']} {AGAIN}"}
-                request["messages"], reply = [again, messages[1]], None
-            else:
-                if path is not None and self._counts["judge_calls"]:
-                    with suppress_storage_errors():
-                        path.parent.mkdir(parents=True, exist_ok=True)
-                        write_text(path, json.dumps({"reply": reply}))
-                return score
-        raise kind(f"{settings.url}, after {settings.retries} retries: {error}")
+            except (OSError, http.client.HTTPException) as error:
+                kind, reason, seconds = JudgeUnavailable, error, FIRST_DELAY_SECONDS * 2**attempt
+            except ValueError as error:
+                reason, seconds = f"the judge replied {reply!r:.100}: {error}", 0.0
+                again = f"{messages[0]['content']} {AGAIN}"
+                request["messages"] = [messages[0] | {"content": again}, messages[1]]
+        raise kind(f"{settings.url}, after {settings.retries} retries: {reason}")
 
-    def _ask(self, request: dict[str, Any]) -> str:
+    def _ask(self, request: dict[str, Any], counts: dict[str, float]) -> str:
         """Return the text of a reply. Raises JudgeUnavailable if another try would fail too."""
         settings, content = self._settings, b""
         url = f"{settings.url.rstrip('/')}/chat/completions"
-        key = os.environ.get("OPENAI_API_KEY")
-        headers = {"Authorization": f"Bearer {key}"} if key else {}
-        asked = urllib.request.Request(url, json.dumps(request).encode(), headers | JSON)
+        key = os.environ.get("OPENAI_API_KEY", "EMPTY")
+        headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
+        asked = urllib.request.Request(url, json.dumps(request).encode(), headers)
         end = time.monotonic() + settings.request_seconds
-        self._counts["judge_calls"] += 1
+        counts["judge_calls"] += 1
         try:
             with urllib.request.urlopen(asked, timeout=settings.request_seconds) as stream:
                 while chunk := stream.read1(MAX_REPLY_BYTES):
@@ -169,22 +171,19 @@ class _Call:
                     if time.monotonic() > end or len(content) > MAX_REPLY_BYTES:
                         raise TimeoutError("the reply is too slow or too long")
         except urllib.error.HTTPError as error:
-            text = f"status {error.code}: {error.read(300).decode(errors='replace')}"
-            if error.code in RETRIED:
-                raise OSError(text) from None
-            kind = Unread if error.code in UNREAD else JudgeUnavailable
-            raise kind(f"{url}: {text}") from None
+            text = f"{url}: status {error.code}: {error.read(300).decode(errors='replace')}"
+            raise ERRORS.get(error.code, JudgeUnavailable)(text) from None
         except OSError as error:  # no connection, or reset before the server read the request
-            unread = isinstance(error, urllib.error.URLError) or type(error) is ConnectionResetError
-            self._counts["judge_calls"] -= unread
+            is_unread = isinstance(error, urllib.error.URLError)
+            counts["judge_calls"] -= is_unread or type(error) is ConnectionResetError
             raise
-        reply = json.loads(content)
         try:
+            reply = json.loads(content)
             usage = reply.get("usage") or {}
             sent, written = (usage.get(f"{kind}_tokens") or 0 for kind in ("prompt", "completion"))
+            counts["judge_tokens"] += sent + written
             cost = sent * settings.input_price + written * settings.output_price
-            self._counts["judge_tokens"] += sent + written
-            self._counts["judge_cost"] += cost / 1e6
+            counts["judge_cost"] += cost / 1e6
             return str(reply["choices"][0]["message"]["content"])
-        except (AttributeError, KeyError, IndexError, TypeError):
+        except (AttributeError, LookupError, TypeError):
             raise ValueError("no chat completion") from None

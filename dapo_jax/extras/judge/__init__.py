@@ -1,1 +1,0 @@
-"""Reward part `judge`: a language model behind OpenAI's chat endpoint."""
