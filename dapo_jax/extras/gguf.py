@@ -6,19 +6,19 @@ Weights are dequantised to float32 by the package `gguf`, an extra: import this 
 import itertools
 import json
 import pathlib
+from collections.abc import Iterator
 from typing import Any
 
 import gguf  # pyright: ignore[reportMissingImports]: an extra
 import numpy as np
-from safetensors.numpy import save_file
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from tokenizers import processors as post_processors
 
 from dapo_jax.model.families import family_of
 from dapo_jax.model.param_paths import TOP_TENSORS
+from dapo_jax.model.save_huggingface import write_tensors
 from dapo_jax.runtime.storage.models import file_parts
 
-TYPES = "F32 F16 BF16 Q8_0 Q4_0 Q4_1 Q5_0 Q5_1 Q4_K Q5_K Q6_K".split()  # that can be dequantised
 # Names of architectures in files by `model_type` of config.json.
 ARCHITECTURES = {
     "llama": "llama",
@@ -75,39 +75,21 @@ SPECIAL_TOKENS = {"bos": "bos", "eos": "eos", "pad": "padding", "eot": "eot", "e
 SPECIAL_TOKENS |= {name: name for name in ("fim_pad", "fim_rep", "fim_sep")}
 # Tokens that end a text by their names, as in llama.cpp: files name one or two ends by key.
 END_NAMES = set(
-    "<|eot_id|> <|im_end|> <|end|> <|return|> <|call|> <|flush|> <|calls|> <end_of_turn> "
-    "<|endoftext|> </s> <|eom_id|> <EOT> _<EOT> [EOT] [EOS] <|end_of_text|> <end_of_utterance> "
-    "<eos> <turn|> <|tool_response> <|fim_pad|> <fim-pad> <fim_pad> <PAD> [PAD] <|fim_repo|> "
-    "<|repo_name|> <fim-repo> <REPO> <reponame> <|file_sep|>".split()
+    "<|eot_id|> <|eom_id|> <|end_of_text|> <|im_end|> <|endoftext|> <|end|> </s> <eos> [EOS] <EOT> "
+    "_<EOT> [EOT] <end_of_turn> <end_of_utterance> <|fim_pad|> <|fim_repo|> <|repo_name|> "
+    "<|file_sep|>".split()
 )
 
 
-class _Metadata(dict):
-    """Metadata of a file; a missing key without a default raises ValueError with its name."""
-
-    def __missing__(self, key: str) -> Any:
-        raise ValueError(f"its metadata lack {key}")
-
-
-def _open(path: pathlib.Path) -> tuple[_Metadata, dict[str, Any]]:
+def _open(path: pathlib.Path) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return metadata and tensors of a file, with all parts of a split one. Raises ValueError."""
     parts = file_parts(path)
-    try:
-        readers = [gguf.GGUFReader(str(part)) for part in parts]
-        metadata = {name: field.contents() for name, field in readers[0].fields.items()}
-    except Exception as error:  # damage can break the package anywhere
-        raise ValueError(f"damaged, incomplete or too new: {error}") from None
+    readers = [gguf.GGUFReader(str(part)) for part in parts]
+    metadata = {name: field.contents() for name, field in readers[0].fields.items()}
     if len(parts) != (count := max(1, int(metadata.get("split.count", 1)))):
         raise ValueError(f"it is one of {count} files, of which {len(parts)} are in its folder")
-    every = [tensor for reader in readers for tensor in reader.tensors]
-    for tensor in every:
-        if tensor.tensor_type.name not in TYPES:
-            allowed = f"must be one of {', '.join(TYPES)}"
-            raise ValueError(f"{tensor.name} has type {tensor.tensor_type.name}: {allowed}")
-    tensors = {tensor.name: tensor for tensor in every}
-    if "token_embd.weight" not in tensors:
-        raise ValueError("it has no tensor token_embd.weight")
-    return _Metadata(metadata), tensors
+    tensors = {tensor.name: tensor for reader in readers for tensor in reader.tensors}
+    return metadata, tensors
 
 
 def _dequantise(tensor: Any) -> np.ndarray:
@@ -124,7 +106,7 @@ def _require_key(key: str, value: Any, allowed: Any) -> None:
 # --- config.json ----------------------------------------------------------------------------------
 
 
-def _read_config(metadata: _Metadata, tensors: dict[str, Any]) -> dict[str, Any]:
+def _read_config(metadata: dict[str, Any], tensors: dict[str, Any]) -> dict[str, Any]:
     """Return the fields of config.json."""
     name = metadata["general.architecture"]
     _require_key("general.architecture", name, dict.fromkeys(ARCHITECTURES.values()))
@@ -212,23 +194,19 @@ def _from_file(array: np.ndarray, module: str, config: dict[str, Any]) -> np.nda
     return array
 
 
-def _save_weights(tensors: dict[str, Any], config: dict[str, Any], folder: pathlib.Path) -> None:
-    """Write the dequantised tensors of each layer as a safetensors file, and their index."""
-    modules, weight_map = _modules(config), dict[str, str]()
-    names = [tensor for tensor in tensors if tensor != ROPE_FACTORS]
-    layers = itertools.groupby(names, key=lambda tensor: tensor.split(".")[:2])
-    for number, (_, layer) in enumerate(layers, 1):
-        arrays, file = {}, f"model-{number:05d}.safetensors"
-        for tensor in layer:
-            name, _, kind = tensor.rpartition(".")
-            if name not in modules:
-                raise ValueError(f"its tensor {tensor} is not known")
-            array = _dequantise(tensors[tensor])
-            arrays[f"{modules[name]}.{kind}"] = _from_file(array, modules[name], config)
-        save_file(arrays, folder / file, metadata={"format": "pt"})
-        weight_map |= dict.fromkeys(arrays, file)
-    index = {"metadata": {}, "weight_map": weight_map}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
+def _read_weights(
+    tensors: dict[str, Any], config: dict[str, Any]
+) -> Iterator[tuple[str, np.ndarray]]:
+    """Yield the names and arrays of a Hugging Face folder, dequantised one by one."""
+    modules = _modules(config)
+    for tensor in tensors:
+        name, _, kind = tensor.rpartition(".")
+        if tensor == ROPE_FACTORS:
+            continue
+        if name not in modules:
+            raise ValueError(f"its tensor {tensor} is not known")
+        array = _from_file(_dequantise(tensors[tensor]), modules[name], config)
+        yield f"{modules[name]}.{kind}", array
 
 
 # --- tokenizer ------------------------------------------------------------------------------------
@@ -244,7 +222,7 @@ def _merges_by_score(vocab: dict[str, int], scores: dict[str, float]) -> list[tu
     return merges
 
 
-def _byte_level(metadata: _Metadata, vocab: dict[str, int]) -> Tokenizer:
+def _byte_level(metadata: dict[str, Any], vocab: dict[str, int]) -> Tokenizer:
     """Return a tokenizer of byte-level merges (`tokenizer.ggml.model` gpt2)."""
     pre = metadata["tokenizer.ggml.pre"]
     _require_key("tokenizer.ggml.pre", pre, SPLITS)
@@ -252,15 +230,14 @@ def _byte_level(metadata: _Metadata, vocab: dict[str, int]) -> Tokenizer:
     backend = Tokenizer(models.BPE(vocab, merges, ignore_merges=pre in KNOWN_WORDS_FIRST))
     if pre == "qwen2":
         backend.normalizer = normalizers.NFC()
-    steps = [pre_tokenizers.Split(Regex(SPLITS[pre]), "isolated")] if SPLITS[pre] else []
-    use_regex = pre not in WHOLE_SPLITS
-    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=use_regex)
-    backend.pre_tokenizer = pre_tokenizers.Sequence([*steps, byte_level])
+    steps: list[Any] = [pre_tokenizers.Split(Regex(SPLITS[pre]), "isolated")] if SPLITS[pre] else []
+    steps += [pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=pre not in WHOLE_SPLITS)]
+    backend.pre_tokenizer = pre_tokenizers.Sequence(steps)
     backend.decoder = decoders.ByteLevel()
     return backend
 
 
-def _sentence_piece(metadata: _Metadata, vocab: dict[str, int]) -> Tokenizer:
+def _sentence_piece(metadata: dict[str, Any], vocab: dict[str, int]) -> Tokenizer:
     """Return a tokenizer of SentencePiece's merges (`tokenizer.ggml.model` llama)."""
     types = metadata["tokenizer.ggml.token_type"]
     scored = zip(vocab, metadata["tokenizer.ggml.scores"], types, strict=True)
@@ -278,7 +255,7 @@ def _sentence_piece(metadata: _Metadata, vocab: dict[str, int]) -> Tokenizer:
     return backend
 
 
-def _save_tokenizer(metadata: _Metadata, folder: pathlib.Path) -> None:
+def _save_tokenizer(metadata: dict[str, Any], folder: pathlib.Path) -> None:
     """Write tokenizer.json, tokenizer_config.json and generation_config.json."""
     tokens = metadata["tokenizer.ggml.tokens"]
     kinds = {"gpt2": _byte_level, "llama": _sentence_piece}
@@ -289,8 +266,7 @@ def _save_tokenizer(metadata: _Metadata, folder: pathlib.Path) -> None:
     for token, of_type in itertools.zip_longest(tokens, types[: len(tokens)]):
         is_special = of_type == CONTROL or token in END_NAMES
         if is_special or of_type == USER_DEFINED:
-            added = AddedToken(token, special=is_special, normalized=False)
-            (backend.add_special_tokens if added.special else backend.add_tokens)([added])
+            backend.add_tokens([AddedToken(token, special=is_special, normalized=False)])
     keys = {name: f"tokenizer.ggml.{key}_token_id" for name, key in SPECIAL_TOKENS.items()}
     ids = {name: metadata[key] for name, key in keys.items() if key in metadata or name == "eos"}
     has_begin = kind == "llama" or metadata["tokenizer.ggml.pre"] in KNOWN_WORDS_FIRST
@@ -312,10 +288,13 @@ def _save_tokenizer(metadata: _Metadata, folder: pathlib.Path) -> None:
 
 
 def convert(path: pathlib.Path, folder: pathlib.Path) -> None:
-    """Write the model of a GGUF file as a Hugging Face folder; raises ValueError."""
+    """Write the model of a GGUF file as a Hugging Face folder; damage raises any exception."""
     metadata, tensors = _open(path)
-    config = _read_config(metadata, tensors)
     folder.mkdir(parents=True, exist_ok=True)
-    _save_tokenizer(metadata, folder)
-    _save_weights(tensors, config, folder)
+    try:
+        config = _read_config(metadata, tensors)
+        _save_tokenizer(metadata, folder)
+    except KeyError as error:
+        raise ValueError(f"it has no {error.args[0]}") from None
+    write_tensors(folder, _read_weights(tensors, config))
     (folder / "config.json").write_text(json.dumps(config, indent=2))  # last: it is complete

@@ -90,14 +90,21 @@ def save_weights(
     dtype: str = "float32",
     max_shard_gb: float = 5.0,  # largest size of a file, in 10^9 bytes
 ) -> None:
-    """Write safetensors files and, if there are several, their index.
-
-    The host holds one file's tensors at a time. Raises `NotFinite` if numbers overflow in `dtype`.
-    """
+    """Write the published tensors. Raises `NotFinite` if numbers overflow in `dtype`."""
     tensors = published_tensors(leaves, config, dtype)
     if folder is None:
         collections.deque(tensors, maxlen=0)
-        return
+    else:
+        write_tensors(folder, tensors, max_shard_gb)
+
+
+def write_tensors(
+    folder: pathlib.Path, tensors: Iterable[tuple[str, np.ndarray]], max_shard_gb: float = 5.0
+) -> None:
+    """Write safetensors files and, if there are several, their index.
+
+    The host holds one file's tensors at a time.
+    """
     files: list[list[str]] = []
     part: dict[str, np.ndarray] = {}
     total = size = 0

@@ -223,19 +223,18 @@ def swap(old: bytes, new: bytes):
 HEADS = b"llama.attention.head_count" + uint32(gguf.GGUFValueType.UINT32)
 QUERY = b"blk.0.attn_q.weight" + uint32(2) + (32).to_bytes(8, "little") * 2
 F16, I16 = (uint32(gguf.GGMLQuantizationType[name]) for name in ("F16", "I16"))
-BROKEN = "damaged, incomplete or too new"
 DAMAGES = {
-    "empty": (lambda content: b"", BROKEN),
-    "magic": (lambda content: b"XXXX" + content[4:], f"{BROKEN}: GGUF magic invalid"),
-    "cut in the metadata": (lambda content: content[:200], BROKEN),
-    "cut in the weights": (lambda content: content[:-4000], BROKEN),
-    "future": (lambda c: c[:4] + uint32(99) + c[8:], f"{BROKEN}: .* version 99"),
-    "many tensors": (lambda c: c[:8] + (2**40).to_bytes(8, "little") + c[16:], BROKEN),
-    "text": (lambda content: b"<html>404</html>", f"{BROKEN}: GGUF magic invalid"),
-    "noise": (lambda c: c[: len(c) // 2] + bytes(range(256)) * 8, BROKEN),
+    "empty": (lambda content: b"", "empty file"),
+    "magic": (lambda content: b"XXXX" + content[4:], "GGUF magic invalid"),
+    "cut in the metadata": (lambda content: content[:200], ""),
+    "cut in the weights": (lambda content: content[:-4000], ""),
+    "future": (lambda c: c[:4] + uint32(99) + c[8:], "version 99"),
+    "many tensors": (lambda c: c[:8] + (2**40).to_bytes(8, "little") + c[16:], ""),
+    "text": (lambda content: b"<html>404</html>", "GGUF magic invalid"),
+    "noise": (lambda c: c[: len(c) // 2] + bytes(range(256)) * 8, ""),
     "no heads": (swap(HEADS + uint32(4), HEADS + uint32(0)), "head_count = 0: must be a positive"),
     "other heads": (swap(HEADS + uint32(4), HEADS + uint32(5)), "q_proj has 32 rows: must have 40"),
-    "type": (swap(QUERY + F16, QUERY + I16), "attn_q.weight has type I16: must be one of F32, F16"),
+    "type": (swap(QUERY + F16, QUERY + I16), "I16 is not yet implemented"),
 }
 for kind, old, new, words in read_table(__file__, "swaps"):
     DAMAGES[kind] = swap(old.encode(), new.encode()), words
