@@ -1,10 +1,9 @@
 """Write a config, a prompt and, if no verifier fits, a reward function for a file of problems.
 
     dapo-jax init my.jsonl
-    dapo-jax init my.csv --question=ask --answer=meta.gold --out=mine --model=models/small
 
-reads a jsonl, json, csv, parquet or arrow file, and chooses the fields of the problem and its
-answer by their names. If the model has a chat template, prompts have its form. It replaces no file.
+chooses the fields of the problem and its answer by their names. If the model has a chat template,
+prompts have its form. It replaces no file.
 """
 
 import collections
@@ -17,8 +16,15 @@ import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from etils import epath
+
 from dapo_jax.config.settings import Section, setting
+from dapo_jax.data.files import RowLog, find_files, read_rows
+from dapo_jax.data.prompts.templates import read_chat_template
+from dapo_jax.data.row_formats import look_up, read_row
+from dapo_jax.extras.math.plugin import read_gold
 from dapo_jax.run import command_line
+from dapo_jax.runtime.storage.models import model_path
 from dapo_jax.types.errors import naming, require
 from dapo_jax.types.structs import Problem
 
@@ -33,7 +39,6 @@ class InitConfig(Section):
     model: str = setting("models/Qwen2.5-0.5B-Instruct", "Model folder of the policy.")
 
 
-MODEL = InitConfig().model
 TEXTS = pathlib.Path(__file__).parent / "init_files"
 MAX_ROWS = 10_000
 MIN_FRACTION = 0.9  # of the rows that a choice has to fit
@@ -48,12 +53,8 @@ VERIFIABLE = ("number", "number with a unit", "expression", "list", "set", "tupl
 
 def read_first_rows(name: str) -> list[dict[str, Any]]:
     """Return the objects among the first rows of file `name`. Raises `ConfigError`."""
-    from etils import epath
-
-    from dapo_jax.data.files import find_files, read_rows
-
     require(bool(name) and not set(name) & set(",="), "data", name, "a file, without , and =")
-    files = [read_rows(epath.Path(file)) for file in find_files("data", name, "data", "train")]
+    files = map(read_rows, map(epath.Path, find_files("data", name, "data", "train")))
     with naming("data", name):
         rows = [row for _, row in itertools.islice(itertools.chain(*files), MAX_ROWS)]
     objects = [row for row in rows if isinstance(row, dict)]
@@ -64,13 +65,10 @@ def read_first_rows(name: str) -> list[dict[str, Any]]:
 
 def read_problems(rows: list[dict], fields: Mapping[str, str]) -> tuple[list[Problem], str]:
     """Return the problems of the readable rows (answers may be empty), and the first error."""
-    from dapo_jax.data.files import RowLog
-    from dapo_jax.data.row_formats import read_row
-
     log = RowLog(MAX_ROWS)
     read = functools.partial(read_row, source="", number="", fields=fields, needs_answer=False)
-    problems = [log.parse(f"row {number}", row, read) for number, row in enumerate(rows, 1)]
-    return [p for p in problems if p is not None], "".join(log.messages[:1])
+    problems = (log.parse(f"row {number}", row, read) for number, row in enumerate(rows, 1))
+    return [*filter(None, problems)], "".join(log.messages[:1])
 
 
 def choose_field(rows: list[dict[str, Any]], names: Sequence[str]) -> str:
@@ -83,14 +81,6 @@ def choose_field(rows: list[dict[str, Any]], names: Sequence[str]) -> str:
 
 def choose(rows: list[dict[str, Any]], flags: InitConfig) -> tuple[list[Problem], dict[str, str]]:
     """Return the problems and `data.fields`: of the flags, usual or likely; or `ConfigError`."""
-    from dapo_jax.data.row_formats import MISSING, look_up
-
-    shown = ", ".join(f"{name} ({value!s:.40})" for name, value in rows[0].items())
-    for flag in ("question", "answer"):
-        field = getattr(flags, flag)
-        fits = not field or any(look_up(row, field) is not MISSING for row in rows)
-        allowed = f"a field of {flags.data}: {shown} (names without , and =)"
-        require(fits and not set(field) & set(",="), flag, field, allowed)
     problems, _ = read_problems(rows, {})
     is_usual = len(problems) >= MIN_FRACTION * len(rows) and any(p.answer for p in problems)
     if is_usual and not (flags.question or flags.answer):
@@ -101,29 +91,20 @@ def choose(rows: list[dict[str, Any]], flags: InitConfig) -> tuple[list[Problem]
     key = "solution" if boxed >= MIN_FRACTION * len(rows) else "answer"
     fields = {"problem": question} | ({key: answer} if answer else {})
     problems, error = read_problems(rows, fields) if question else ([], "no usual name")
+    shown = ", ".join(f"{name} ({value!s:.40})" for name, value in rows[0].items())
     allowed = f"rows with a problem ({error}). Name it, --question=FIELD, and its answer, "
-    allowed += f"--answer=FIELD, a.b if nested: texts, numbers or messages. There are {shown}"
-    require(bool(problems), "data", flags.data, allowed)
+    allowed += f"--answer=FIELD: a.b if nested, without , and =. There are {shown}"
+    require(bool(problems) and not set(question + answer) & set(",="), "data", flags.data, allowed)
     return problems, fields
 
 
 def make_files(flags: InitConfig, problems: list[Problem], fields: dict) -> dict[str, str]:
     """Return the contents of the files by path. Raises `ConfigError`."""
-    from dapo_jax.data.prompts.templates import read_chat_template
-    from dapo_jax.extras.math.plugin import read_gold
-    from dapo_jax.runtime.storage.models import model_path
-
     name = pathlib.PurePath(flags.data).name.partition(".")[0]
     folder = pathlib.Path(flags.out or re.sub(r"\W", "_", name))
     kinds = [read_gold("math_label", p.answer).kind if p.answer else "" for p in problems]
     is_verifiable = sum(kind in VERIFIABLE for kind in kinds) >= MIN_FRACTION * len(kinds)
-    has_answers = sum(map(bool, kinds)) >= MIN_FRACTION * len(kinds)
-    is_importable = all(map(str.isidentifier, folder.parts))
-    allowed = "a folder below this one, of letters, digits and _: Python imports its reward.py"
-    require(is_verifiable or is_importable, "out", str(folder), allowed)
     path = model_path(flags.model, "model")
-    allowed = f"a model folder: hf download OWNER/NAME --local-dir {flags.model}"
-    require(path.exists() or flags.model == MODEL, "model", flags.model, allowed)
     is_chat = not path.exists() or read_chat_template(path, "model") is not None
     template = str(folder / "template.txt")
     values = {
@@ -139,7 +120,7 @@ def make_files(flags: InitConfig, problems: list[Problem], fields: dict) -> dict
     }
     texts = {path.stem: path.read_text() for path in TEXTS.glob("*.txt")}
     files = {str(folder / "config.py"): texts["config"].format(**values)}
-    files[template] = texts["template"] if has_answers else "{problem}\n"
+    files[template] = texts["template"] if any(kinds) else "{problem}\n"
     return files if is_verifiable else files | {str(folder / "reward.py"): texts["reward"]}
 
 
@@ -157,12 +138,10 @@ def init(flags: InitConfig) -> None:
             pathlib.Path(path).write_text(text, encoding="utf-8")
     except OSError as error:
         require(False, "out", flags.out, f"a folder that can be written; {error}")
-    named = ", ".join(f"{key} is {field!r}" for key, field in fields.items())
-    print(f"{flags.data}: {len(problems):,} problems of the first {len(rows):,} rows; {named}")
-    if len(files) > 2:
-        print("no verifier fits, so reward.py is the reward: read and change it")
+    print(f"{flags.data}: {len(problems):,} problems of the first {len(rows):,} rows; {fields}")
     command = f"dapo-jax train {shlex.quote(min(files))}"
-    print(f"wrote {', '.join(files)}. Next:\n  {command} --dry-run\n  {command}")
+    read = "Read and change reward.py, as no verifier fits. " * (len(files) > 2)
+    print(f"wrote {', '.join(files)}. {read}Next:\n  {command} --dry-run\n  {command}")
 
 
 def main() -> int:
