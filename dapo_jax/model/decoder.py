@@ -437,7 +437,7 @@ class Decoder(nn.Module):
         block = functools.partial(Block, parent=None)
         inputs = {} if routes is None else {"routes": jnp.moveaxis(routes, 2, 0)}
         if c.layer_inputs:
-            LayerInputs = feature("layer_inputs").LayerInputs
+            LayerInputs = feature("mixed_layers").LayerInputs
             inputs["layer_input"] = LayerInputs(c, name="layer_inputs")(tokens, x)
         stacks, mixed = {}, feature("mixed_layers")
         for name, numbers in layer_stacks(c).items():

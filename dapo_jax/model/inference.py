@@ -38,7 +38,7 @@ def _run_layers(
     x = scaled_embeddings(params["embedding"][tokens].astype(config.dtype), config)
     inputs: Any = [None] * config.layers
     if config.layer_inputs:
-        module = feature("layer_inputs").LayerInputs(config)
+        module = feature("mixed_layers").LayerInputs(config)
         inputs = module.apply({"params": params["layer_inputs"]}, tokens, x, False)
     new_caches: list[Any] = []
     routes: list[Any] = []

@@ -61,7 +61,7 @@ OURS: dict[str, dict[str, str]] = {
         "math": "dapo_jax.extras.math.settings:MathSettings",
         "samplers": "dapo_jax.extras.samplers.settings:SamplersSettings",
         "teacher": "dapo_jax.extras.distillation.settings:TeacherSettings",
-        "vllm": "dapo_jax.extras.vllm.settings:VllmSettings",
+        "vllm": "dapo_jax.extras.vllm:VllmSettings",
     },
     "sinks": {},
     "commands": {
@@ -84,7 +84,6 @@ OURS: dict[str, dict[str, str]] = {
         "divergence": "dapo_jax.extras.distillation.divergence",
         "extraction": "dapo_jax.data.extraction",
         "gguf": "dapo_jax.extras.gguf",
-        "layer_inputs": "dapo_jax.extras.families.layer_inputs",
         "mixed_layers": "dapo_jax.extras.families.mixed_layers",
         "plan": "dapo_jax.extras.plan.plan",
         "presets": "dapo_jax.config.algorithms",

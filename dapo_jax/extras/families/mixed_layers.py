@@ -1,4 +1,4 @@
-"""Training pass through layers of several shapes: a stack of parameters for each kind of layer.
+"""Layers of several shapes, in training: a stack of parameters for each kind; inputs of layers.
 
 Layers repeat in periods (Gemma 4: five that slide and a full one; Qwen3.5: three gated delta-net
 layers and one with attention). A scan iterates over periods, and in it one over each run of equal
@@ -13,9 +13,11 @@ from typing import Any, NamedTuple
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
+from dapo_jax.model.layers import look_up, named, projection
 from dapo_jax.model.training_attention import CAUSAL, TRAINING_ATTENTION, AttentionOptions, Context
+from dapo_jax.runtime import sharding
 
 SHARING = "sharing_"  # prefix of stacks that read the keys and values of others
 
@@ -139,3 +141,28 @@ def run_stacks(
         (x, kept), record = jax.lax.scan(step, (x, kept), slices, unroll=number)
         records.append(jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), record))
     return x, jax.tree.map(lambda *parts: jnp.concatenate(parts), *records)
+
+
+class LayerInputs(nn.Module):
+    """Inputs as in Gemma 4: (norm(projection of x) + embedding of the token) / sqrt 2."""
+
+    config: Any  # a `DecoderConfig`
+
+    @nn.compact
+    def __call__(
+        self, tokens: Int[Array, "B T"], x: Float[Array, "B T D"], trains: bool = True
+    ) -> Float[Array, "L B T P"]:
+        """Return the inputs of all layers; x holds the scaled embeddings."""
+        c = self.config
+        width, shape = c.layers * c.layer_inputs, (*tokens.shape, c.layers, c.layer_inputs)
+        init = named(nn.initializers.normal(0.02), ("vocab", "embed"))
+        table = self.param("embedding", init, (c.vocab, width)).astype(c.dtype)
+        own = look_up(table, tokens, c.dtype, is_wide=True) if trains else table[tokens]
+        whole = sharding.constrain(x, "batch", "sequence", None)
+        projected = projection(c, "projection", (width,), ("embed", "norm"))(whole)
+        projected = (projected * jnp.asarray(c.embed**-0.5, c.dtype)).reshape(shape)
+        scale = named(nn.initializers.ones, ("norm",))
+        norm = nn.RMSNorm(c.norm_eps, dtype=c.dtype, scale_init=scale, name="norm")
+        own = own.reshape(shape) * jnp.asarray(c.layer_inputs**0.5, c.dtype)
+        inputs = (norm(projected) + own) * jnp.asarray(2**-0.5, c.dtype)
+        return sharding.constrain(jnp.moveaxis(inputs, 2, 0), None, "batch", "length", None)

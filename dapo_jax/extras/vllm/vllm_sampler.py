@@ -1,9 +1,8 @@
 """vLLM as a run's sampler: `sampler.engine=vllm`, for runs that train adapters.
 
 A server must be started with `--enable-lora`, VLLM_ALLOW_RUNTIME_LORA_UPDATING=True and
-VLLM_SERVER_DEV_MODE=1, and serve this run alone. It keeps neither random keys nor rounding of our
-programs, so that such a run can't be repeated. Full weights can't be sent: vLLM 0.32 receives them
-by NCCL, CUDA IPC or Ray, none of which a JAX program has.
+VLLM_SERVER_DEV_MODE=1, and serve this run alone. Such a run can't be repeated, and full weights
+can't be sent: vLLM 0.32 receives them by NCCL, CUDA IPC or Ray.
 """
 
 import collections
@@ -36,7 +35,6 @@ POLL_SECONDS = 0.2  # between looks at signals
 RETRY_SECONDS = 10.0  # before a server that failed is tried again
 RESPONSE_SECONDS = 3600.0  # after which a server is left out
 FIELD = "extras.vllm.servers"
-ADAPTER = "policy"  # its name on the servers
 PROCESSED = "servers with --logprobs-mode=processed_logprobs, for temperature, top_p or top_k"
 # A model's generation_config.json would change what a request does not mention.
 PLAIN = {"min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
@@ -50,7 +48,6 @@ class Server:
     url: str
     version: str = ""  # of the adapter that it can sample with
     is_checked: bool = False  # its log-probs are those after temperature and truncation
-    retry_at: float = 0.0  # it is tried again then
     lock: threading.Lock = dataclasses.field(default_factory=threading.Lock)
 
     def post(self, path: str, body: Any = None, seconds: float = 60.0) -> bytes:
@@ -59,31 +56,29 @@ class Server:
         try:
             return post(self.url + path, content, {"Content-Type": "application/json"}, seconds)
         except urllib.error.HTTPError as error:
-            text = error.read(1000).decode(errors="replace")
-            raise OSError(f"{path}: {error} {text}") from None
+            raise OSError(f"{path}: {error} {error.read(1000).decode(errors='replace')}") from None
 
     def complete(self, body: dict[str, Any]) -> dict[str, Any]:
         """Return a response."""
-        answer = self.post("/v1/completions", PLAIN | body, RESPONSE_SECONDS)
-        return json.loads(answer)["choices"][0]
+        return json.loads(self.post("/v1/completions", PLAIN | body, RESPONSE_SECONDS))["choices"][
+            0
+        ]
 
     def check(self, rule: SamplingRule) -> None:
         """Raise `ConfigError` unless log-probs are those that responses by a rule have."""
         if self.is_checked or rule == SamplingRule():
             return
-        for temperature in 1.0, 2.0:
-            body = SamplingRule(temperature, 1.0, top_k=1)._asdict() | {"logprobs": 1, "seed": 0}
-            choice = self.complete(body | {"prompt": [0, 1, 2], "max_tokens": 1})
-            # After truncation to one token, its log-prob is 0.
-            found = max(choice["logprobs"]["top_logprobs"][0].values())
-            self.is_checked = abs(found) < 1e-3
-            require(self.is_checked, FIELD, self.url, PROCESSED)
+        body = SamplingRule(2.0, 1.0, top_k=1)._asdict() | {"logprobs": 1, "seed": 0}
+        choice = self.complete(body | {"prompt": [0, 1, 2], "max_tokens": 1})
+        # After truncation to one token, its log-prob is 0.
+        self.is_checked = abs(max(choice["logprobs"]["top_logprobs"][0].values())) < 1e-3
+        require(self.is_checked, FIELD, self.url, PROCESSED)
 
     def load(self, version: str, folder: pathlib.Path) -> None:
         """Replace the adapter: abort all requests, forget cached prompts, load the new one."""
         self.post("/pause?mode=abort")
         try:
-            adapter = {"lora_name": ADAPTER, "lora_path": str(folder), "load_inplace": True}
+            adapter = {"lora_name": "policy", "lora_path": str(folder), "load_inplace": True}
             self.post("/v1/load_lora_adapter", adapter)
             self.post("/reset_prefix_cache")
         finally:
@@ -103,14 +98,13 @@ class VllmSampler:
 
     def __init__(self, parts: SamplerParts):
         self._parts, self._config = parts, parts.config
-        self.counts, settings = structs.SamplerCounts(), parts.config.extras.vllm
-        folder = settings.folder or f"{parts.config.run_dir}/adapters"
-        self.folder = pathlib.Path(folder).absolute()
-        self.servers = [Server(url.strip().rstrip("/")) for url in settings.servers.split(",")]
+        vllm, self.counts = parts.config.extras.vllm, structs.SamplerCounts()
+        self.folder = pathlib.Path(vllm.folder or f"{parts.config.run_dir}/adapters").absolute()
+        self.servers = [Server(url.strip().rstrip("/")) for url in vllm.servers.split(",")]
         self._pool = ThreadPoolExecutor(2 * parts.config.sampler.slots)
         # Responses that are missing; None: not asked for yet.
         self._jobs: dict[tuple[Request, int], tuple[Future[Completion], Server] | None] = {}
-        self._version = ""
+        self._version, self._retry_at = "", dict[Server, float]()  # of servers that failed
 
     @property
     def idle(self) -> bool:
@@ -127,8 +121,7 @@ class VllmSampler:
         self.save(params, self.folder / self._version)
         if before:
             shutil.rmtree(self.folder / before, ignore_errors=True)
-        for server in self.servers:
-            server.retry_at = 0.0
+        self._retry_at.clear()
         self.key, self._rule, self.counts = key, rule, structs.SamplerCounts()
 
     def save(self, params: Any, folder: pathlib.Path) -> None:
@@ -140,8 +133,7 @@ class VllmSampler:
         request = Request(*options, **named, step=self.key.step if self.key else 0)
         if request.stop.texts:
             raise ValueError(f"prompt {request.prompt.id!r}: stop.texts must be empty")
-        if carried:
-            request.finished = {done.sample: done for done in carried.finished}
+        request.finished = {done.sample: done for done in carried.finished} if carried else {}
         self._jobs |= {(request, i): None for i in request.samples if i not in request.finished}
         return request
 
@@ -152,8 +144,8 @@ class VllmSampler:
 
     def _ask(self, server: Server, key: RolloutKey, request: Request, sample: int) -> Completion:
         parts = [self._config.seed, key.purpose, key.step, request.prompt.index, sample]
-        version, limit = self._version, self._config.sampler.max_response_tokens
-        rule = request.rule or self._rule
+        version, rule = self._version, request.rule or self._rule
+        limit = self._config.sampler.max_response_tokens
         with server.lock:
             if self.key is not key:
                 raise OSError("this rollout has ended")
@@ -161,7 +153,7 @@ class VllmSampler:
                 server.load(version, self.folder / version)
             server.check(rule)
         body = {
-            "model": ADAPTER,
+            "model": "policy",
             "prompt": request.prompt.tokens.tolist(),
             "max_tokens": min(limit, request.budget or limit),
             "stop_token_ids": [*self._parts.tokenizer.end_ids, *request.stop.ids],
@@ -170,8 +162,7 @@ class VllmSampler:
             "logprobs": 0,  # of the sampled tokens alone
         }
         choice = server.complete(body)
-        reason = choice["finish_reason"]
-        if reason not in ("stop", "length"):
+        if (reason := choice["finish_reason"]) not in ("stop", "length"):
             raise OSError(f"a response ended with {reason!r}")
         tokens = np.array(choice["token_ids"], np.int32)
         logprobs = np.array(choice["logprobs"]["token_logprobs"], np.float32)
@@ -182,7 +173,7 @@ class VllmSampler:
         meanwhile()
         if self.idle or self.key is None:
             return []
-        live = [server for server in self.servers if server.retry_at <= time.monotonic()]
+        live = [s for s in self.servers if self._retry_at.get(s, 0.0) <= time.monotonic()]
         busy = collections.Counter(asked[1] for asked in self._jobs.values() if asked)
         waiting = [job for job, asked in self._jobs.items() if not asked] if live else []
         for job in waiting[: self._config.sampler.slots - busy.total()]:
@@ -196,9 +187,10 @@ class VllmSampler:
         for future in [future for future in asked if future in done]:
             job, server = asked[future]
             if isinstance(error := future.exception(), OSError):
-                if server.retry_at <= time.monotonic():
+                if server in live:
                     self._parts.warn(f"vLLM's server {server.url} is left out: {error}")
-                server.version, server.retry_at = "", time.monotonic() + RETRY_SECONDS
+                    live.remove(server)
+                server.version, self._retry_at[server] = "", time.monotonic() + RETRY_SECONDS
                 self._jobs[job] = None
                 continue
             del self._jobs[job]
