@@ -1,15 +1,14 @@
-"""Check this machine: versions, devices, attention kernels, decoding with a training step, a disk.
+"""Check this machine: versions, devices, attention kernels, decoding with a training step.
 
     dapo-jax doctor --short --out=runs
 
-It prints a row per check; --out=FOLDER, a bucket's too, is timed, and doctor.json there has the
-rows without the texts of errors. Exit code 0: all passed; 1: one failed; 2: wrong arguments.
+It prints a row per check; doctor.json in --out=FOLDER, a bucket's too, has the rows without the
+texts of errors. Exit code 0: all passed; 1: one failed; 2: wrong arguments.
 """
 
 import contextlib
 import functools
 import json
-import os
 import pathlib
 import platform
 import tempfile
@@ -50,7 +49,7 @@ Row = dict[str, Any]
 class DoctorConfig(Section):
     """Checks of this machine (`dapo-jax doctor`)."""
 
-    out: str = setting("", "Folder to time and for doctor.json; empty: nothing is written.")
+    out: str = setting("", "Folder for doctor.json; empty: nothing is written.")
     short: bool = setting(False, "Check small sizes, in a minute.")
 
 
@@ -124,19 +123,6 @@ def check_attention(mesh: Any, name: str, dtype: str, tokens: int, width: int, w
     return {"difference": float(largest), "limit": LIMITS[dtype][0]}
 
 
-def check_disk(folder: str, size: int) -> Row:
-    """Write a file, read it again, and compare."""
-    path, content = folder_at(folder, f"doctor-{os.getpid()}"), os.urandom(size)
-    started = time.perf_counter()
-    try:
-        path.write_bytes(content)
-        is_same = path.read_bytes() == content
-    finally:
-        path.unlink(missing_ok=True)
-    rate = size / (time.perf_counter() - started) / 1e6
-    return {"ok": is_same, "write_and_read_mb_per_second": rate}
-
-
 def checks(flags: DoctorConfig) -> Iterator[tuple[str, Callable[[], Row]]]:
     """Yield the names and functions of all checks."""
     device, short = jax.devices()[0], flags.short
@@ -156,8 +142,6 @@ def checks(flags: DoctorConfig) -> Iterator[tuple[str, Callable[[], Row]]]:
     for cache in ("slots", "paged"):
         arguments = cache, dtype, 64 if short else 512
         yield f"training step, {cache}", functools.partial(check_training, *arguments)
-    if flags.out:
-        yield "output folder", lambda: check_disk(flags.out, 2 ** (22 if short else 28))
 
 
 def examine(flags: DoctorConfig) -> int:
