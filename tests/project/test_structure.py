@@ -24,12 +24,12 @@ MAX_TEST_LINES = 32_944
 EXTRAS = {
     "alerts": 150,
     "arithmetic": 136,
-    "code": 760,
+    "code": 700,
     "distillation": 270,
-    "doctor": 191,
+    "doctor": 180,
     "environments": 450,
     "exact": 161,
-    "families": 606,
+    "families": 600,
     "gguf": 300,
     "gym": 190,
     "init": 150,
@@ -43,7 +43,7 @@ EXTRAS = {
     "sft": 870,
     "tinker": 1_584,
     "trackers": 142,
-    "vllm": 269,
+    "vllm": 260,
     "words": 170,
 }
 # Extras that may use another one.

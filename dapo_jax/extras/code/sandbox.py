@@ -24,7 +24,6 @@ from typing import Any, NamedTuple
 
 from dapo_jax.types.errors import ConfigError
 
-CODE = "/code"  # folder of a program's files
 MEMORY_BYTES = 1 << 30  # private memory of a process
 TMP_BYTES = 16 << 20
 MAX_PROCESSES = 32  # and threads
@@ -32,12 +31,9 @@ MAX_FILES = 64
 START_SECONDS = 20.0  # of the trial run
 KILL_SECONDS = 5.0  # for a killed sandbox to end
 NOBODY = "65534"
-STREAMS = ("stdin", "stdout", "stderr")
-INSTALL = "apt-get install bubblewrap"
 
 # Rejected system calls, and their numbers on x86-64 and AArch64, or on both; -1: there is none.
 # From asm/unistd.h of Linux 6.12.
-_FORKS = "fork 57 -1, vfork 58 -1"
 _REJECTED = """
     unshare 272 97, setns 308 268, mount 165 40, umount2 166 39, pivot_root 155 41, chroot 161 51,
     ptrace 101 117, process_vm_readv 310 270, process_vm_writev 311 271, add_key 248 217,
@@ -47,7 +43,8 @@ _REJECTED = """
     finit_module 313 273, swapon 167 224, reboot 169 142, quotactl 179 60, acct 163 89,
     socket 41 198, personality 135 92, syslog 103 116, io_uring_setup 425, io_uring_enter 426,
     io_uring_register 427, open_tree 428, move_mount 429, fsopen 430, fsconfig 431, fsmount 432,
-    fspick 433, pidfd_open 434, pidfd_getfd 438, mount_setattr 442, memfd_secret 447
+    fspick 433, pidfd_open 434, pidfd_getfd 438, mount_setattr 442, memfd_secret 447, fork 57 -1,
+    vfork 58 -1
 """
 _MACHINES = {"x86_64": (0, 0xC000003E, 56, 9), "aarch64": (1, 0xC00000B7, 220, 222)}
 _CLONE3 = 435
@@ -62,13 +59,8 @@ class SandboxError(OSError):
     """The sandbox itself failed, not the program in it."""
 
 
-def seccomp_filter(machine: str, forks: bool) -> bytes:
-    """Return the program of a seccomp filter, as cBPF.
-
-    Args:
-        machine: as `platform.machine()`.
-        forks: allow new processes; else only threads.
-    """
+def seccomp_filter(machine: str) -> bytes:
+    """Return the program of a seccomp filter, as cBPF, for a `platform.machine()`."""
     column, architecture, clone, mmap = _MACHINES[machine]
     reject = _instruction(0x06, 0x50000 | errno.EPERM)
     kill, allow = _instruction(0x06, 0x80000000), _instruction(0x06, 0x7FFF0000)
@@ -80,8 +72,7 @@ def seccomp_filter(machine: str, forks: bool) -> bytes:
         return _instruction(code, value, 0, 1) + then
 
     equal, at_least, has_bits = 0x15, 0x35, 0x45
-    names = _REJECTED if forks else f"{_REJECTED}, {_FORKS}"
-    calls = [int((2 * name.split()[1:])[column]) for name in names.split(",")]
+    calls = [int((2 * name.split()[1:])[column]) for name in _REJECTED.split(",")]
     program = [load(4), _instruction(equal, architecture, 1, 0), kill, load(0)]
     program += [unless(at_least, _X32, kill)]
     program += [unless(equal, number, reject) for number in calls if number >= 0]
@@ -92,8 +83,7 @@ def seccomp_filter(machine: str, forks: bool) -> bytes:
     shared += unless(equal, _SHARED_ANONYMOUS, reject) + allow
     program += [_instruction(equal, mmap, 0, len(shared) // 8), shared]
     program += [_instruction(equal, clone, 1, 0), allow, load(16)]
-    program += [unless(has_bits, _NEW_NAMESPACES, reject)]
-    program += [allow] if forks else [unless(has_bits, _THREAD, allow), reject]
+    program += [unless(has_bits, _NEW_NAMESPACES, reject), unless(has_bits, _THREAD, allow), reject]
     return b"".join(program)
 
 
@@ -115,16 +105,14 @@ class Program(NamedTuple):
     """A program of a sandbox.
 
     Attributes:
-        command: its command line; `python` is the sandbox's Python without site packages.
+        arguments: of the sandbox's Python, which has no site packages.
         files: contents by name, read-only in /code.
-        seconds: limit of CPU time of each process.
-        forks: whether it may start processes.
+        seconds: limit of CPU time.
     """
 
-    command: Sequence[str]
+    arguments: Sequence[str]
     files: Mapping[str, bytes]
     seconds: float
-    forks: bool = False
 
 
 class Process:
@@ -136,11 +124,11 @@ class Process:
             device.
 
     Attributes:
-        is_late, is_flooded: whether reading ended before the program, by time or size.
+        is_late: whether reading ended before the program, by its time.
     """
 
     def __init__(self, program: Program, python: str, deadline: float, **streams: Any):
-        self.is_late = self.is_flooded = False
+        self.is_late = False
         self._deadline = deadline
         with contextlib.ExitStack() as stack:
 
@@ -148,18 +136,18 @@ class Process:
                 stack.callback(os.close, descriptor)
                 return descriptor
 
-            self._status, write = os.pipe()
-            self._reported = b""
+            (self._status, write), self._reported = os.pipe(), b""
             os.set_blocking(self._status, False)
             held(write)
-            rule = held(sealed_file(seccomp_filter(platform.machine(), program.forks)))
+            rule = held(sealed_file(seccomp_filter(platform.machine())))
             files = {name: held(sealed_file(text)) for name, text in program.files.items()}
             words = _bubblewrap(python, files, rule, write) + _limited(program, python)
-            options: dict[str, Any] = dict.fromkeys(STREAMS, subprocess.DEVNULL) | streams
+            names = "stdin", "stdout", "stderr"
+            options: dict[str, Any] = dict.fromkeys(names, subprocess.DEVNULL) | streams
             if isinstance(given := options["stdin"], bytes):
                 options["stdin"] = held(sealed_file(given))
-            shared = (write, rule, *files.values())
-            self._process = subprocess.Popen(words, pass_fds=shared, **options)
+            options["pass_fds"] = (write, rule, *files.values())
+            self._process = subprocess.Popen(words, **options)
 
     def __enter__(self) -> "Process":
         return self
@@ -206,7 +194,6 @@ class Process:
             if not chunk:
                 break
             output += chunk
-        self.is_flooded = len(output) > limit
         if not (output or self.is_late):
             with contextlib.suppress(subprocess.TimeoutExpired):  # it only closed its output
                 self._process.wait(max(0.0, self._deadline - time.monotonic()))
@@ -239,7 +226,7 @@ def _bubblewrap(python: str, files: dict[str, int], rule: int, status: int) -> l
         words += ["--dev-bind", device, device]
     words += ["--size", str(TMP_BYTES), "--tmpfs", "/tmp", "--chdir", "/tmp"]
     for name, descriptor in files.items():
-        words += ["--ro-bind-data", str(descriptor), f"{CODE}/{name}"]
+        words += ["--ro-bind-data", str(descriptor), f"/code/{name}"]
     environment = {"PATH": "/usr/bin:/bin", "HOME": "/tmp", "LANG": "C.UTF-8"}
     environment |= {"PYTHONHASHSEED": "0", "PYTHONDONTWRITEBYTECODE": "1"}
     for name, value in environment.items():
@@ -256,10 +243,8 @@ def _limited(program: Program, python: str) -> list[str]:
     seconds = max(1, round(program.seconds))
     limits = {"cpu": seconds, "data": MEMORY_BYTES, "fsize": TMP_BYTES, "core": 0, "memlock": 0}
     limits |= {"nproc": MAX_PROCESSES, "nofile": MAX_FILES}
-    command = list(program.command)
-    if command[0] == "python":
-        command[:1] = [python, "-I", "-S"]
-    return ["--", "prlimit", *(f"--{name}={n}:{n}" for name, n in limits.items()), *command]
+    words = ["--", "prlimit", *(f"--{name}={n}:{n}" for name, n in limits.items())]
+    return [*words, python, "-I", "-S", *program.arguments]
 
 
 @functools.cache
@@ -274,7 +259,7 @@ def find_python() -> str:
         allowed = f"Linux on {' or '.join(_MACHINES)}"
         raise ConfigError(f"{setting}: its sandbox needs {allowed}")
     if not shutil.which("bwrap"):
-        raise ConfigError(f"{setting}: needs bubblewrap, whose sandbox runs the code: {INSTALL}")
+        raise ConfigError(f"{setting}: needs a sandbox: apt-get install bubblewrap")
     own, reason = os.path.realpath(sys.executable), ""
     for python in dict.fromkeys((own, "/usr/bin/python3")):
         reason = trial(python)
@@ -285,7 +270,7 @@ def find_python() -> str:
 
 def trial(python: str) -> str:
     """Run an empty program in a sandbox; return why it failed, or an empty text."""
-    program = Program(["python", "-c", "print(7)"], {"program": b""}, START_SECONDS)
+    program = Program(["-c", "print(7)"], {"program": b""}, START_SECONDS)
     deadline = time.monotonic() + START_SECONDS
     streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
     try:

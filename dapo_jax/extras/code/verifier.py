@@ -1,20 +1,18 @@
 """Verifier of programs: the last fenced block of a response, run with the tests of its row.
 
-Programs run in a `sandbox`. What is expected stays outside: the output of a program or of its
-functions is compared in this process, and asserts run in a sandbox without the program.
+Programs run in a `sandbox`. What is expected stays outside: the output of a program is compared in
+this process, and values of its functions in a sandbox without the program.
 """
 
 import ast
 import contextlib
 import functools
 import json
-import math
 import os
 import pathlib
-import shlex
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from dapo_jax.config.experiment import Reward
@@ -39,16 +37,12 @@ class Tests(NamedTuple):
     """Tests of a program.
 
     Attributes:
-        inputs: texts for standard input; of a function, lists of arguments; or Python texts.
+        inputs: texts for standard input, or Python texts.
         outputs: what is expected, by input; none for Python texts.
-        function: called with each input; else the program itself runs.
-        command: command line of the program in another language than Python.
     """
 
-    inputs: list[Any]
-    outputs: list[Any]
-    function: str = ""
-    command: tuple[str, ...] = ()
+    inputs: list[str]
+    outputs: list[str]
 
 
 class Result(NamedTuple):
@@ -60,8 +54,7 @@ class Result(NamedTuple):
 
 def read_tests(columns: dict[str, Any]) -> Tests:
     """Return the tests of a row's columns. Raises ValueError, SyntaxError for other forms."""
-    tests, command = columns["tests"], columns.get("command") or ()
-    words = tuple(shlex.split(command) if isinstance(command, str) else map(str, command))
+    tests = columns["tests"]
     if isinstance(tests, str) and tests.lstrip()[:1] in ("{", "["):
         tests = json.loads(tests)
     if isinstance(tests, list) and tests and all(isinstance(test, dict) for test in tests):
@@ -69,25 +62,25 @@ def read_tests(columns: dict[str, Any]) -> Tests:
     if isinstance(tests, dict):
         inputs, outputs = (list(tests.get(name) or ()) for name in ("inputs", "outputs"))
         function = str(tests.get("fn_name") or "")
-        kind = list if function else str
-        fits = all(isinstance(given, kind) for given in inputs) and not (function and words)
-        fits = fits and (function or all(isinstance(text, str) for text in outputs))
+        values = inputs if function else inputs + outputs
+        fits = all(isinstance(value, list if function else str) for value in values)
         if fits and inputs and len(inputs) == len(outputs):
-            return Tests(inputs, outputs, function, words)
-    elif tests and not words:
-        texts = [tests] if isinstance(tests, str) else tests
-        if isinstance(texts, list) and all(isinstance(t, str) and t.strip() for t in texts):
-            entry = columns.get("entry_point")
-            if entry and "def check(" in texts[-1]:
-                texts = [*texts[:-1], f"{texts[-1]}\ncheck({entry})"]
-            ast.parse("\n".join(texts))
-            return Tests(texts, [])
-    raise ValueError(f"tests must be {FORMS}; with a command, pairs of texts: not {tests!r:.80}")
+            pairs = [json.dumps(pair) for pair in zip(inputs, outputs, strict=True)]
+            calls = [f"assert __returns__({function!r}, {pair!r})" for pair in pairs]
+            return Tests(calls, []) if function else Tests(inputs, outputs)
+    texts: Any = [tests] if isinstance(tests, str) else tests
+    if isinstance(texts, list) and texts and all(isinstance(t, str) and t.strip() for t in texts):
+        entry = columns.get("entry_point")
+        if entry and "def check(" in texts[-1]:
+            texts = [*texts[:-1], f"{texts[-1]}\ncheck({entry})"]
+        ast.parse("\n".join(texts))
+        return Tests(texts, [])
+    raise ValueError(f"tests must be {FORMS}: not {tests!r:.80}")
 
 
 def with_tests(wanted: WantedColumns) -> WantedColumns:
     """Add the columns that `read_tests` reads."""
-    required, optional = wanted.required | {"tests"}, wanted.optional | {"command", "entry_point"}
+    required, optional = wanted.required | {"tests"}, wanted.optional | {"entry_point"}
     return wanted._replace(required=required, optional=optional, check=read_tests)
 
 
@@ -145,99 +138,43 @@ def run_code(code: str, tests: Tests, seconds: float, every: bool) -> Result:
     Raises:
         SandboxError, ConfigError: a sandbox failed.
     """
-    run = _Run(code, seconds)
+    deadline = time.monotonic() + WALL_FACTOR * seconds
+    start = functools.partial(Process, python=sandbox.find_python(), deadline=deadline)
+    files, passed = {"program": code.encode("utf-8", "replace")}, list[bool]()
     if not tests.outputs:
-        return run.asserts(tests.inputs)
-    return run.calls(tests) if tests.function else run.outputs(tests, every)
+        return _run_asserts(tests.inputs, files, seconds, start)
+    program = Program(["/code/program"], files, seconds)
+    for given, expected in zip(tests.inputs, tests.outputs, strict=True):
+        with start(program, stdin=given.encode(), stdout=subprocess.PIPE) as process:
+            output = process.read(len(expected) + MAX_OUTPUT_BYTES)
+        passed.append(not process.is_late and _lines(output) == _lines(expected.encode()))
+        if process.is_late or not (passed[-1] or every):
+            return Result(passed, process.is_late)
+    return Result(passed)
 
 
-class _Run:
-    """Sandboxes of one program, with a common deadline."""
-
-    def __init__(self, code: str, seconds: float):
-        self._files, self._seconds = {"program": code.encode("utf-8", "replace")}, seconds
-        deadline = time.monotonic() + WALL_FACTOR * seconds
-        self._open = functools.partial(Process, python=sandbox.find_python(), deadline=deadline)
-
-    def _driver(self, role: str, files: dict[str, bytes]) -> Program:
-        command = ["python", "/code/driver", role]
-        return Program(command, files | {"driver": DRIVER}, self._seconds)
-
-    def _feed(self, program: Program, given: bytes, limit: int) -> tuple[bytes, Process]:
-        """Return a program's output on an input, and its ended process."""
-        with self._open(program, stdin=given, stdout=subprocess.PIPE) as process:
-            return process.read(limit), process
-
-    def outputs(self, tests: Tests, every: bool) -> Result:
-        """Run the program once per input, and compare what it prints."""
-        command = tests.command or ("python", "/code/program")
-        program = Program(command, self._files, self._seconds, forks=bool(tests.command))
-        passed: list[bool] = []
-        for given, expected in zip(tests.inputs, tests.outputs, strict=True):
-            limit = len(expected) + MAX_OUTPUT_BYTES
-            output, process = self._feed(program, given.encode(), limit)
-            if process.is_late:
-                return Result([*passed, False], late=True)
-            is_same = _lines(output) == _lines(expected.encode())
-            passed.append(is_same and not process.is_flooded)
-            if not (passed[-1] or every):
-                break
-        return Result(passed)
-
-    def calls(self, tests: Tests) -> Result:
-        """Call a function of the program with each input, and compare what it returns."""
-        lines = [json.dumps([tests.function, None, inputs, {}]) + "\n" for inputs in tests.inputs]
-        limit = len(json.dumps(tests.outputs)) + MAX_OUTPUT_BYTES
-        program = self._driver("serve", self._files)
-        output, process = self._feed(program, "".join(lines).encode(), limit)
-        pairs = zip(output.split(b"\n")[:-1], tests.outputs, strict=False)
-        return Result([_is_value(reply, value) for reply, value in pairs], process.is_late)
-
-    def asserts(self, texts: list[str]) -> Result:
-        """Run asserts in one sandbox, and the program that they call in another one."""
-        tester = self._driver("test", {"tests": json.dumps(texts).encode()})
-        solution = self._driver("serve", self._files)
-        with contextlib.ExitStack() as stack:
-            ends = [stack.enter_context(open(end, "rb")) for _ in range(2) for end in os.pipe()]
-            served = stack.enter_context(self._open(solution, stdin=ends[0], stdout=ends[3]))
-            streams = {"stdin": ends[2], "stdout": ends[1], "stderr": subprocess.PIPE}
-            process = stack.enter_context(self._open(tester, **streams))
-            for end in ends:
-                end.close()
-            output = process.read(MAX_OUTPUT_BYTES)
-            served.check_started()
-        return Result([line == b"1" for line in output.split(b"\n")[:-1]], process.is_late)
+def _run_asserts(
+    texts: list[str], files: dict[str, bytes], seconds: float, start: Callable[..., Process]
+) -> Result:
+    """Run Python texts in one sandbox, and the program that they call in another one."""
+    solution = Program(["/code/driver", "serve"], files | {"driver": DRIVER}, seconds)
+    tests = {"driver": DRIVER, "tests": json.dumps(texts).encode()}
+    tester = Program(["/code/driver", "test"], tests, seconds)
+    with contextlib.ExitStack() as stack:
+        ends = [stack.enter_context(open(end, "rb")) for _ in range(2) for end in os.pipe()]
+        served = stack.enter_context(start(solution, stdin=ends[0], stdout=ends[3]))
+        streams = {"stdin": ends[2], "stdout": ends[1], "stderr": subprocess.PIPE}
+        process = stack.enter_context(start(tester, **streams))
+        for end in ends:
+            end.close()
+        output = process.read(MAX_OUTPUT_BYTES)
+        served.check_started()
+    return Result([line == b"1" for line in output.split(b"\n")[:-1]], process.is_late)
 
 
 def _lines(output: bytes) -> list[bytes]:
     """Return the lines without blanks at their ends, and without empty lines at the end."""
     return [line.rstrip() for line in output.rstrip().split(b"\n")]
-
-
-def _is_value(reply: bytes, expected: Any) -> bool:
-    try:
-        return _is_same(json.loads(reply)["value"], expected)
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        return False
-
-
-def _is_same(value: Any, expected: Any) -> bool:
-    """Test the JSON of a value for equality; tuples are lists, and floats agree to 9 digits."""
-    if isinstance(value, dict):
-        ((name, content),) = value.items()
-        if name == "dict" and isinstance(expected, dict):
-            texts = {key if isinstance(key, str) else json.dumps(key): v for key, v in content}
-            same = len(texts) == len(content) and texts.keys() == expected.keys()
-            return same and all(_is_same(texts[key], expected[key]) for key in expected)
-        return name == "tuple" and _is_same(content, expected)
-    if isinstance(value, list) and isinstance(expected, list):
-        pairs = zip(value, expected, strict=False)
-        return len(value) == len(expected) and all(_is_same(a, b) for a, b in pairs)
-    if type(value) is int and isinstance(expected, float) and abs(value) < 1 << 53:
-        value = float(value)
-    if isinstance(value, float) and isinstance(expected, float):
-        return math.isclose(value, expected, rel_tol=1e-9, abs_tol=1e-12)
-    return type(value) is type(expected) and value == expected
 
 
 class CodeVerifying(Verifying):
