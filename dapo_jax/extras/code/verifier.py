@@ -41,8 +41,8 @@ class Tests(NamedTuple):
         outputs: what is expected, by input; none for Python texts.
     """
 
-    inputs: list[str]
-    outputs: list[str]
+    inputs: Sequence[str]
+    outputs: Sequence[str]
 
 
 class Result(NamedTuple):
@@ -154,7 +154,7 @@ def run_code(code: str, tests: Tests, seconds: float, every: bool) -> Result:
 
 
 def _run_asserts(
-    texts: list[str], files: dict[str, bytes], seconds: float, start: Callable[..., Process]
+    texts: Sequence[str], files: dict[str, bytes], seconds: float, start: Callable[..., Process]
 ) -> Result:
     """Run Python texts in one sandbox, and the program that they call in another one."""
     solution = Program(["/code/driver", "serve"], files | {"driver": DRIVER}, seconds)
