@@ -1,12 +1,14 @@
-"""HTTP application of OpenAI's API, and the uvicorn server of an application."""
+"""HTTP application of OpenAI's API, who may reach it, and the uvicorn server of an application."""
 
 import asyncio
 import contextlib
 import functools
+import socket
 import time
 import traceback
 from collections.abc import Awaitable, Callable
 from typing import Any
+from urllib.parse import urlsplit
 
 import uvicorn
 from starlette.applications import Starlette
@@ -16,7 +18,6 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from dapo_jax.extras.serve.access import bind, check_access
 from dapo_jax.extras.serve.fields import RequestError
 from dapo_jax.extras.serve.generator import Generator
 from dapo_jax.extras.serve.logprobs import Scorer
@@ -24,15 +25,12 @@ from dapo_jax.extras.serve.policy import ServedPolicy
 from dapo_jax.extras.serve.requests import Chat, Completion, read_request
 from dapo_jax.extras.serve.responses import CompletionResponse
 from dapo_jax.extras.serve.settings import ServeConfig
+from dapo_jax.runtime.keys import LOOPBACK, has_key
+from dapo_jax.types.errors import ConfigError, require
 
-CLIENT_CLOSED_REQUEST = 499
-ERROR_HEADERS = {
-    401: {"WWW-Authenticate": "Bearer"},
-    408: {"Connection": "close"},
-    429: {"Retry-After": "1"},
-}
+ERROR_HEADERS = {401: {"WWW-Authenticate": "Bearer"}, 429: {"Retry-After": "1"}}
+BACKLOG = 2048
 POLL_SECONDS = 0.1
-CHAT = "/v1/chat/completions"
 STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 Handler = Callable[[HttpRequest], Awaitable[Response]]
 
@@ -48,8 +46,8 @@ class OpenaiApi:
         self._created = int(time.time())
         self.thread = self._generator.thread
         self.handlers: dict[str, Handler] = {
-            "POST /v1/completions": self._complete,
-            f"POST {CHAT}": self._complete,
+            "POST /v1/completions": functools.partial(self._complete, Completion),
+            "POST /v1/chat/completions": functools.partial(self._complete, Chat),
             "GET /v1/models": self._describe_models,
             "GET /v1/models/{name:path}": self._describe_models,
         }
@@ -57,14 +55,11 @@ class OpenaiApi:
     async def _describe_models(self, http: HttpRequest) -> Response:
         """Describe the named model, or list all, if the path has no name."""
         name = self._model.config.served_name
-        if http.path_params.get("name", name) != name:
-            message = f"there is only the model {name!r}"
-            raise RequestError(message, "model", 404, "model_not_found")
+        self._model.check_name(http.path_params.get("name", name))
         fields = {"id": name, "object": "model", "created": self._created, "owned_by": "dapo_jax"}
         return JSONResponse(fields if http.path_params else {"object": "list", "data": [fields]})
 
-    async def _complete(self, http: HttpRequest) -> Response:
-        kind = Chat if http.url.path == CHAT else Completion
+    async def _complete(self, kind: type[Completion | Chat], http: HttpRequest) -> Response:
         body = await read_body(http, self._model.config)
         # In a thread: tokenizing a large text would delay the tokens of other clients.
         request = await asyncio.to_thread(read_request, kind, body, self._model)
@@ -75,20 +70,13 @@ class OpenaiApi:
 
 
 async def read_body(http: HttpRequest, config: ServeConfig) -> bytes:
-    """Return the body of a request. Raise `RequestError` if it is too large or slow."""
-    limit = int(config.max_body_mb * 1e6)
-    announced = http.headers.get("content-length", "0")
-    size, body = int(announced) if announced.isdigit() else 0, bytearray()
-    try:
-        async with asyncio.timeout(config.request_seconds):
-            async for part in http.stream():
-                body += part
-                if max(size, len(body)) > limit:
-                    message = f"the body is too large: at most {limit} bytes"
-                    raise RequestError(message, status=413)
-    except TimeoutError:
-        late = f"the body has not arrived within {config.request_seconds:g} s"
-        raise RequestError(late, status=408) from None
+    """Return the body of a request. Raise `RequestError` if it is too large."""
+    limit, body = int(config.max_body_mb * 1e6), bytearray()
+    announced = int(http.headers.get("content-length", 0))  # h11 rejects what is no number
+    async for part in http.stream():
+        body += part
+        if max(announced, len(body)) > limit:
+            raise RequestError(f"the body is too large: at most {limit} bytes", status=413)
     return bytes(body)
 
 
@@ -100,25 +88,64 @@ async def answer_error(http: HttpRequest, error: Exception) -> Response:
         message = f"{http.method} {http.url.path}: {error.detail}"
         error = RequestError(message, status=error.status_code)
     elif isinstance(error, ClientDisconnect):  # nobody reads it
-        error = RequestError("the client has disconnected", status=CLIENT_CLOSED_REQUEST)
+        return Response(status_code=499)
     elif not isinstance(error, RequestError):
         traceback.print_exception(error)  # uvicorn's log is off: see `serve_api`
         error = RequestError("internal server error", status=500)
     return JSONResponse(error.fields(), error.status, headers or ERROR_HEADERS.get(error.status))
 
 
+# --- who may reach the server ---------------------------------------------------------------------
+
+
+def bind(config: ServeConfig) -> socket.socket:
+    """Return a socket that listens on the port. Raise `ConfigError`."""
+    host = config.host.strip("[]")
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, config.http_port), family=family, backlog=BACKLOG)
+    except OSError as error:
+        allowed = "a name or an address of this machine, such as 127.0.0.1, or 0.0.0.0 for all"
+        is_resolved = (error.errno or 0) >= 0  # errors of getaddrinfo have negative numbers
+        require(is_resolved, "host", config.host, allowed)
+        place = f"config.http_port = {config.http_port}: on {config.host}"
+        raise ConfigError(f"{place}: {error}") from None
+
+
+def check_access(http: HttpRequest, config: ServeConfig, key: str) -> None:
+    """Raise `RequestError` unless a request may be served; an empty key lets all in.
+
+    A page of another site can make a browser send a request, but can't choose these headers.
+    """
+    allowed_hosts = {name.strip().lower() for name in config.allowed_hosts.split(",")} - {""}
+    hosts = {*LOOPBACK, config.host.strip("[]").lower()} | allowed_hosts
+    headers, (address, *_) = http.headers, http.scope.get("server") or ("",)
+    for field in ["host", "origin"] if "origin" in headers else ["host"]:
+        value = headers.get(field, "")
+        if not {"*", _host(value)} & (hosts | {address}):
+            allowed = f"one of {', '.join(sorted(hosts))}"
+            message = f"{field} = {value[:200]!r}: must be {allowed}"
+            raise RequestError(f"{message}; the setting allowed_hosts adds others", status=403)
+    bare = headers.get("x-api-key", "")  # where Tinker's SDK sends it
+    if not has_key(f"Bearer {bare}" if bare else headers.get("authorization", ""), key):
+        message = "the key is missing or wrong: send the header Authorization: Bearer KEY"
+        raise RequestError(message, status=401, code="invalid_api_key")
+    kind = headers.get("content-type", "")
+    is_json = kind.partition(";")[0].strip().lower() == "application/json"
+    if http.method == "POST" and not is_json and not config.tinker:  # whose bodies are binary, too
+        message = f"content-type = {kind[:200]!r}: must be application/json"
+        raise RequestError(message, status=415)
+
+
+def _host(value: str) -> str | None:
+    """Return the host of `HOST:PORT` or an origin; None if there is none."""
+    try:
+        return urlsplit(value if "//" in value else f"//{value}").hostname
+    except ValueError:
+        return None
+
+
 # --- the server -----------------------------------------------------------------------------------
-
-
-def guard(config: ServeConfig, key: str, route: str, handler: Handler) -> Route:
-    """Return the route of `METHOD path` for those who may reach it."""
-    method, path = route.split()
-
-    async def answer(http: HttpRequest) -> Response:
-        check_access(http, config, key)
-        return await handler(http)
-
-    return Route(path, answer, methods=[method])
 
 
 async def serve_api(
@@ -139,12 +166,16 @@ async def serve_api(
         failure = api.thread.failure
         return JSONResponse({"status": failure or "ok"}, 503 if failure else 200)
 
-    routes = [*(guard(config, key, *item) for item in api.handlers.items())]
+    async def answer(handler: Handler, http: HttpRequest) -> Response:
+        check_access(http, config, key)
+        return await handler(http)
+
+    routes = [Route("/health", check_health)]
+    for name, handler in api.handlers.items():
+        method, path = name.split()
+        routes.append(Route(path, functools.partial(answer, handler), methods=[method]))
     errors = RequestError, HTTPException, ClientDisconnect, Exception
-    app = Starlette(
-        routes=[*routes, Route("/health", check_health)],
-        exception_handlers=dict.fromkeys(errors, answer_error),
-    )
+    app = Starlette(routes=routes, exception_handlers=dict.fromkeys(errors, answer_error))
     app.router.redirect_slashes = False  # OpenAI's API has no redirects
     options: dict[str, Any] = {
         "ws": "none",
@@ -152,7 +183,6 @@ async def serve_api(
         "log_level": "critical",  # clients could fill the disk with a warning per bad request
         "access_log": False,
         "limit_concurrency": config.max_connections + 1,  # uvicorn rejects at the limit
-        "timeout_keep_alive": config.idle_seconds,  # it declares whole seconds
         "timeout_graceful_shutdown": config.shutdown_seconds,
     }
     server: Any = uvicorn.Server(uvicorn.Config(app, lifespan="off", http="h11", **options))

@@ -3,7 +3,7 @@
 import re
 import reprlib
 from collections.abc import Callable
-from typing import Any, ClassVar, TypeVar, get_args
+from typing import Any, ClassVar, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError, model_validator
 from pydantic_core import from_json
@@ -59,21 +59,15 @@ class Fields(BaseModel):
         return {k: value for k, value in kept.items() if value not in cls.neutral.get(k, ())}
 
 
-def must(accepts: Callable[[Any], Any], allowed: str) -> AfterValidator:
+def must(accepts: Callable[[Any], Any], allowed: str = "") -> AfterValidator:
     """Return the annotation of a field that takes what `accepts`; errors say what is allowed."""
 
     def check(value: Any) -> Any:
         if not accepts(value):
-            raise ValueError(f"value should be {allowed}")
+            raise ValueError(f"value should be {allowed or accepts}")
         return value
 
     return AfterValidator(check)
-
-
-def as_setting(kind: Any) -> AfterValidator:
-    """Return the annotation of a field with the values of a setting's type in `types.rules`."""
-    rule = get_args(kind)[1]
-    return must(rule, str(rule))
 
 
 def read_fields(kind: type[Model], body: bytes) -> Model:

@@ -1,8 +1,10 @@
-"""Queue of an event loop in front of a scheduler."""
+"""The thread that owns the device, and the queue of OpenAI's API in front of its scheduler."""
 
 import asyncio
 import collections
 import itertools
+import threading
+import traceback
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -10,11 +12,56 @@ import numpy as np
 
 from dapo_jax.extras.serve.fields import RequestError, need_room
 from dapo_jax.extras.serve.requests import CompletionRequest
-from dapo_jax.extras.serve.thread import FAILURE, DeviceThread
 from dapo_jax.rollout.scheduler import Scheduler
+from dapo_jax.types.contracts import do_nothing
 from dapo_jax.types.structs import NewTokens, Prompt, Request, Stop
 
+FAILURE = "the device thread has failed"
+IDLE_SECONDS = 1.0
 Deliver = Callable[[tuple[int, NewTokens] | None], None]
+
+
+class DeviceThread(threading.Thread):
+    """Thread for a server's device work, made in the event loop; `serve_api` starts it.
+
+    It calls `turn` in a loop, pauses if that returns False, and calls `finish` once closed. If one
+    of them raises, it sets the message `failure`, and the event loop calls `fail`.
+    """
+
+    def __init__(
+        self,
+        turn: Callable[[], bool],
+        finish: Callable[[], None] = do_nothing,
+        fail: Callable[[], None] = do_nothing,
+    ):
+        super().__init__(name="device")
+        self._turn, self._finish, self._fail = turn, finish, fail
+        self._has_work = threading.Event()
+        self._is_closed = False
+        self.failure = ""
+        self.loop = asyncio.get_running_loop()
+
+    def wake(self) -> None:
+        """Tell the thread that there is new work."""
+        self._has_work.set()
+
+    async def close(self) -> None:
+        """End the thread after its current turn."""
+        self._is_closed = True
+        self.wake()
+        await asyncio.to_thread(self.join)
+
+    def run(self) -> None:
+        try:
+            while not self._is_closed:
+                self._has_work.clear()
+                if not self._turn():
+                    self._has_work.wait(IDLE_SECONDS)
+            self._finish()
+        except Exception as error:
+            traceback.print_exception(error)
+            self.failure = FAILURE
+            self.loop.call_soon_threadsafe(self._fail)
 
 
 class Generator:
@@ -75,16 +122,16 @@ class Generator:
         return True
 
     def _start(self, request: CompletionRequest, deliver: Deliver, running: list[Request]) -> None:
-        n, seed = request.fields.n, request.fields.seed
-        for number, (ids, budget) in enumerate(zip(request.prompts, request.budgets, strict=True)):
+        fields, send = request.fields, self.thread.loop.call_soon_threadsafe
+        stop = Stop(tuple(fields.stop))
+        for number, (ids, budget) in enumerate(request.prompts):
             if not budget:  # only its echo is requested
                 continue
-            index = next(self._arrivals) if seed is None else number
+            index = next(self._arrivals) if fields.seed is None else number
             prompt = Prompt(index, "", "", np.array(ids, np.int32), "", "")
-            options = range(n), request.rule, budget, Stop(tuple(request.fields.stop))
+            options = range(fields.n), request.rule, budget, stop
 
-            def watch(new: NewTokens, first: int = number * n) -> None:
-                chunk = first + new.sample, new
-                self.thread.loop.call_soon_threadsafe(deliver, chunk)
+            def watch(new: NewTokens, first: int = number * fields.n) -> None:
+                send(deliver, (first + new.sample, new))
 
-            running.append(self._scheduler.submit(prompt, *options, seed=seed, watch=watch))
+            running.append(self._scheduler.submit(prompt, *options, seed=fields.seed, watch=watch))

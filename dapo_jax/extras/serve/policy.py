@@ -1,6 +1,7 @@
 """The served policy: a model folder's token budgets, engine, decoding weights and tokenizer."""
 
 import dataclasses
+import reprlib
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -50,6 +51,12 @@ class ServedModel:
     mesh: Any
     decoder: DecoderConfig
     tokenizer: Tokenizer
+
+    def check_name(self, name: Any) -> None:
+        """Raise `RequestError` for the name of another model."""
+        if name != self.config.served_name:
+            message = f"model = {reprlib.repr(name)}: there is only {self.config.served_name!r}"
+            raise RequestError(message, "model", 404, "model_not_found")
 
     def budget(self, field: str, budget: int | None, prompt: int, default: int = AUTO) -> int:
         """Return the maximum tokens of a response to a prompt of so many tokens.

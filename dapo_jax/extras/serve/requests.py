@@ -1,18 +1,11 @@
 """Requests to OpenAI's API: their fields, and the prompts and budgets that they ask for."""
 
-import reprlib
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple
+import itertools
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, get_args
 
 from pydantic import AfterValidator, AliasChoices, BeforeValidator, Field
 
-from dapo_jax.extras.serve.fields import (
-    Fields,
-    RequestError,
-    as_setting,
-    must,
-    need,
-    read_fields,
-)
+from dapo_jax.extras.serve.fields import Fields, RequestError, must, need, read_fields
 from dapo_jax.extras.serve.logprobs import MAX_LIKELIEST
 from dapo_jax.extras.serve.policy import ServedModel
 from dapo_jax.runtime.tool_calls import NAME, read_message
@@ -26,8 +19,8 @@ ROLES = rules.Choices(("system", "user", "assistant", "tool"))
 MESSAGE_FIELDS = ("role", "content", "tool_calls", "tool_call_id")  # and what the template reads
 TOOL = "{'type': 'function', 'function': {'name': NAME, 'parameters': SCHEMA}}, or without a schema"
 
-Temperature = Annotated[float, as_setting(rules.Temperature)]
-TopP = Annotated[float, as_setting(rules.Share)]
+Temperature = Annotated[float, must(get_args(rules.Temperature)[1])]
+TopP = Annotated[float, must(get_args(rules.Share)[1])]
 Seed = Annotated[int, Field(ge=-(2**63), lt=2**63), AfterValidator(lambda seed: seed % 2**64)]
 Likeliest = Annotated[int, Field(ge=0, le=MAX_LIKELIEST)]
 
@@ -38,6 +31,15 @@ def _is_tool(tool: dict[str, Any]) -> bool:
         return False
     name, schema = function.get("name"), function.get("parameters", {})
     return isinstance(name, str) and bool(NAME.fullmatch(name)) and isinstance(schema, dict)
+
+
+def _is_prompt(value: Any) -> bool:
+    has_ids = isinstance(value, list) and value and all(type(item) is int for item in value)
+    return isinstance(value, str) or bool(has_ids)
+
+
+def _as_list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) and not _is_prompt(value) else [value]
 
 
 class StreamOptions(Fields):
@@ -52,6 +54,7 @@ class CommonFields(Fields):
     neutral: ClassVar = {  # of fields that are not served
         **dict.fromkeys(("frequency_penalty", "presence_penalty"), (0,)),
         **dict.fromkeys(("logit_bias", "metadata"), ({},)),
+        "best_of": (1,),
         "function_call": ("none",),
         "functions": ([],),
         "modalities": (["text"],),
@@ -71,11 +74,10 @@ class CommonFields(Fields):
     top_k: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     seed: Seed | None = None
     n: Annotated[int, Field(ge=1)] = 1
-    best_of: int | None = None
     stop: Annotated[
         list[Annotated[str, Field(min_length=1)]],
         Field(max_length=MAX_STOPS),
-        BeforeValidator(lambda value: [value] if isinstance(value, str) else value),
+        BeforeValidator(_as_list),
     ] = []
     stream: bool = False
     stream_options: StreamOptions | None = None
@@ -85,9 +87,18 @@ class CommonFields(Fields):
 class Completion(CommonFields):
     """Fields of `/v1/completions`."""
 
-    prompt: Any
+    prompt: Annotated[
+        list[Annotated[Any, must(_is_prompt, "text or token ids")]],
+        Field(min_length=1),
+        BeforeValidator(_as_list),
+    ]
     echo: bool = False
-    logprobs: Likeliest | None = None
+    likeliest: Likeliest | None = Field(None, validation_alias="logprobs")
+    offered: ClassVar = []
+
+    def encode(self, model: ServedModel) -> list[list[int]]:
+        """Return the ids of all prompts. Raise `RequestError`."""
+        return [model.prompt_ids(f"prompt[{i}]", prompt) for i, prompt in enumerate(self.prompt)]
 
 
 class Chat(CommonFields):
@@ -100,18 +111,46 @@ class Chat(CommonFields):
     tool_choice: Literal["auto", "none"] = "auto"
     logprobs: bool = False
     top_logprobs: Likeliest = 0
+    echo: ClassVar = False
+
+    @property
+    def offered(self) -> list[dict[str, Any]]:
+        return self.tools if self.tool_choice == "auto" else []
+
+    @property
+    def likeliest(self) -> int | None:
+        return self.top_logprobs if self.logprobs else None
+
+    def encode(self, model: ServedModel) -> list[list[int]]:
+        """Return the ids of the prompt that the chat template renders. Raise `RequestError`."""
+        chat, read, field = model.tokenizer.chat, [], "messages"
+        if chat is None:
+            missing = "the model's folder has no chat template; use /v1/completions"
+            raise RequestError(f"{field}: {missing}", field)
+        try:
+            for index, sent in enumerate(self.messages):
+                field = f"messages[{index}]"
+                message = read_message(sent)
+                message.pop("refusal", None)  # as in this server's answers
+                need(ROLES(message["role"]), f"{field}.role", message["role"], str(ROLES))
+                for key, value in message.items():
+                    fits = key in MESSAGE_FIELDS or chat.reads(key)
+                    need(fits, f"{field}.{key}", value, "left out: the template ignores it")
+                read.append(message)
+            text = chat.render(read, "messages", tools=self.offered)
+        except ConfigError as error:
+            raise RequestError(str(error), error.field or "messages") from None
+        except ValueError as error:
+            raise RequestError(f"{field}: {error}", field) from None
+        return [model.prompt_ids("messages", text)]
 
 
 class CompletionRequest(NamedTuple):
     """Validated request."""
 
-    fields: CommonFields
-    prompts: list[list[int]]
-    budgets: list[int]  # maximum tokens of a response to each prompt; 0: only its echo is requested
+    fields: Completion | Chat
+    prompts: list[tuple[list[int], int]]  # each with its responses' budget; 0: its echo alone
     rule: SamplingRule
-    likeliest: int | None  # tokens next to each log-prob; None: no log-probs
-    tools: list[dict[str, Any]]
-    echo: bool
 
     @property
     def choices(self) -> int:
@@ -123,70 +162,21 @@ def read_request(
 ) -> CompletionRequest:
     """Return the request of a body. Raise `RequestError` if it is wrong or not served."""
     config, fields = model.config, read_fields(kind, body)
-    if fields.model != config.served_name:
-        message = f"model = {reprlib.repr(fields.model)}: there is only {config.served_name!r}"
-        raise RequestError(message, "model", 404, "model_not_found")
+    model.check_name(fields.model)
     options, n = fields.stream_options, fields.n
     need(not options or fields.stream, "stream_options", options, "omitted unless stream is true")
-    need(fields.best_of in (None, n), "best_of", fields.best_of, f"n, {n}")
     if isinstance(fields, Chat):
-        tools, echo = fields.tools if fields.tool_choice == "auto" else [], False
-        likeliest = fields.top_logprobs if fields.logprobs else None
         fits = fields.logprobs or not fields.top_logprobs
         need(fits, "top_logprobs", fields.top_logprobs, "omitted unless logprobs is true")
-        prompts = [_chat_prompt(fields.messages, model, tools)]
-    else:
-        tools, echo, likeliest = [], fields.echo, fields.logprobs
-        prompts = _prompts(fields.prompt, model)
-    if n * len(prompts) > config.waiting:
-        count = f"n = {n} responses to {len(prompts)} prompts"
+    encoded = fields.encode(model)
+    if n * len(encoded) > config.waiting:
+        count = f"n = {n} responses to {len(encoded)} prompts"
         allowed = f"at most {config.waiting} responses per request"
         raise RequestError(f"{count}: {allowed}", "n" if n > 1 else "prompt")
     budget, default = fields.max_tokens, config.default_max_tokens
-    only_echo = echo and budget == 0
-    budgets = [
-        0 if only_echo else model.budget("max_tokens", budget, len(ids), default) for ids in prompts
-    ]
-    own = {name: getattr(fields, name) for name in SamplingRule._fields}
-    rule = [getattr(config, name) if value is None else value for name, value in own.items()]
-    return CompletionRequest(fields, prompts, budgets, SamplingRule(*rule), likeliest, tools, echo)
-
-
-def _prompts(value: Any, model: ServedModel) -> list[list[int]]:
-    """Return the ids of all prompts, from a text, texts, ids, or lists of ids."""
-
-    def is_ids(value: Any) -> bool:
-        return isinstance(value, list) and all(type(item) is int for item in value)  # no bool
-
-    is_single = is_ids(value) or not isinstance(value, list)
-    prompts = []
-    for index, prompt in enumerate([value] if is_single else value):
-        field = "prompt" if is_single else f"prompt[{index}]"
-        fits = isinstance(prompt, str) or is_ids(prompt)
-        need(fits, field, prompt, "text, ids, or a list of these")
-        prompts.append(model.prompt_ids(field, prompt))
-    return prompts
-
-
-def _chat_prompt(messages: list[dict[str, Any]], model: ServedModel, tools: list) -> list[int]:
-    """Return the ids of the prompt that the chat template renders from messages and tools."""
-    chat, read = model.tokenizer.chat, []
-    if chat is None:
-        message = "messages: the model's folder has no chat template; use /v1/completions"
-        raise RequestError(message, "messages")
-    try:
-        for index, message in enumerate(messages):
-            field = f"messages[{index}]"
-            message = read_message(message)
-            message.pop("refusal", None)  # as in this server's answers
-            need(ROLES(message["role"]), f"{field}.role", message["role"], str(ROLES))
-            for key, value in message.items():
-                fits = key in MESSAGE_FIELDS or chat.reads(key)
-                need(fits, f"{field}.{key}", value, "left out: the template ignores it")
-            read.append(message)
-        text = chat.render(read, "messages", tools=tools)
-    except ConfigError as error:
-        raise RequestError(str(error), error.field or "messages") from None
-    except ValueError as error:
-        raise RequestError(f"{field}: {error}", field) from None
-    return model.prompt_ids("messages", text)
+    budgets = (model.budget("max_tokens", budget, len(ids), default) for ids in encoded)
+    if fields.echo and budget == 0:
+        budgets = itertools.repeat(0)
+    sent = {name: getattr(fields, name) for name in SamplingRule._fields}
+    rule = [getattr(config, name) if value is None else value for name, value in sent.items()]
+    return CompletionRequest(fields, list(zip(encoded, budgets, strict=False)), SamplingRule(*rule))

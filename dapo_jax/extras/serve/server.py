@@ -38,10 +38,10 @@ def serve(
 
     Returns the failure of the thread that samples, or empty.
     """
-    from dapo_jax.extras.serve import access, app, policy
+    from dapo_jax.extras.serve import app, policy
     from dapo_jax.run.export import newest_export
 
-    access.bind(config).close()  # report a taken port before the model is loaded
+    app.bind(config).close()  # report a taken port before the model is loaded
     key = read_key(config.api_key_file, "api_key_file")
     if not key and config.host.strip("[]") not in LOOPBACK:
         open_to_all = f"anyone who can reach {config.host} can use the server: there is no API key"

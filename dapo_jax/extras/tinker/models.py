@@ -153,16 +153,12 @@ def load_model(
 def save_policy(folder: pathlib.Path, policies: Policies, model: Model) -> None:
     """Write adapters in PEFT's format; without adapters, a model folder."""
     decoder, source = policies.decoder_of(model.shape), policies.config.model
-    flat = flatten(model.state.params)
-
-    def read_param(path: str) -> Any:
-        return to_host(flat[path])
-
+    flat = flatten(to_host(model.state.params))
     if model.shape.rank:
         base = pathlib.Path(source).absolute().name
-        save_huggingface.save_adapters(folder, list(flat), read_param, decoder, base)
+        save_huggingface.save_adapters(folder, list(flat), flat.__getitem__, decoder, base)
     else:
-        layers = policy_layers(list(flat), read_param, decoder, source)
+        layers = policy_layers(list(flat), flat.__getitem__, decoder, source)
         save_huggingface.save_weights(folder, layers, decoder)
         save_huggingface.save_settings_of(source, folder, "float32")
 
@@ -321,8 +317,6 @@ class Operations:
             "named": bool(name),
             "request": request.id,
             "expires": body.ttl_seconds and time.time() + body.ttl_seconds,
-            "size": sum(file.stat().st_size for file in folder.iterdir()),
-            "user_metadata": body.user_metadata,
         }
         self._store.put("checkpoint", path, described, request.owner)
         if name or "sampling_session_seq_id" not in body.model_fields_set:
