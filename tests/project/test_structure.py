@@ -39,7 +39,7 @@ EXTRAS = {
     "plan": 950,
     "report": 397,
     "samplers": 899,
-    "serve": 1_235,
+    "serve": 1_233,
     "sft": 870,
     "tinker": 1_503,
     "trackers": 142,
