@@ -46,31 +46,24 @@ def make_ppo(base, run_dir) -> Config:
     )
 
 
-@pytest.fixture(scope="module")
-def finished(base, tmp_path_factory):
-    """An uninterrupted run of PPO: its folder, and policy and critic before and after each step."""
-    run_dir = tmp_path_factory.mktemp("ppo")
-    with first_devices(), open_run(make_ppo(base, run_dir)) as run:
-        states = [host(run)]
+@pytest.mark.slow
+def test_the_critic_learns_alone_before_the_policy_moves(base, alone, tmp_path):
+    states = []
+    with open_run(make_ppo(base, tmp_path)) as run:
+        states.append(host(run))
         while run.state.step < STEPS:
             run.step()
             states.append(host(run))
         run.finish()
-    return run_dir, states
-
-
-@pytest.mark.slow
-def test_the_critic_learns_alone_before_the_policy_moves(finished):
-    run_dir, states = finished
-    (start, alone, *later), rows = states, read_rows(run_dir)
-    assert equal(alone["policy"], start["policy"])
-    assert not equal(alone["critic"].params, start["critic"].params)
-    assert int(alone["policy"].update_count) == 0 and int(alone["critic"].update_count) == 2
-    assert "frozen_layers" not in alone["policy"].params
+    (start, first, *later), rows = states, read_rows(tmp_path)
+    assert equal(first["policy"], start["policy"])
+    assert not equal(first["critic"].params, start["critic"].params)
+    assert int(first["policy"].update_count) == 0 and int(first["critic"].update_count) == 2
+    assert "frozen_layers" not in first["policy"].params
     assert "loss" not in rows[0] and rows[0]["learning_rate"] == 0
     # the policy's own warm-up begins when it does
     assert [row["learning_rate"] for row in rows[1:]] == [5e-4, 1e-3] and "loss" in rows[1]
-    for before, after in zip([alone, *later], later, strict=False):
+    for before, after in zip([first, *later], later, strict=False):
         assert not equal(after["policy"].params, before["policy"].params)
         assert not equal(after["critic"].params, before["critic"].params)
 

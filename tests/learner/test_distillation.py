@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from conftest import TINY, make_completion, make_prompt
 from learners import SEGMENTS, assert_close, make_batch, place
+from row_files import read_table
 from small_runs import equal, make_groups, make_quick_config, open_run, read_rows, start, step_on
 from teachers import LARGE, divergence_by_definition, make_teacher, write_teacher
 
@@ -261,18 +262,7 @@ def test_an_averaged_teacher_follows_the_policy_and_resumes_bit_for_bit(base, al
     assert equal(whole[-1], resumed[-1])
 
 
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ("{problem} {proof}", "data.source.*proof"),
-        ("{problem} {answer", "extras.teacher.prompt.*expected"),
-        ("{problem}", "extras.teacher.prompt.*tells more"),
-        ("{answer.real}", "extras.teacher.prompt.*NAME"),
-        ("{answer!r}", "extras.teacher.prompt.*NAME"),
-        ("{}", "extras.teacher.prompt.*NAME"),
-        ("the answer", "extras.teacher.prompt.*NAME"),
-    ],
-)
+@pytest.mark.parametrize(("text", "words"), read_table(__file__, "bad templates"))
 def test_a_bad_template_of_a_teacher_is_refused_before_anything_is_loaded(
     base, alone, tmp_path, monkeypatch, text, words
 ):

@@ -11,6 +11,7 @@ import pytest
 from conftest import TINY
 from learners import BUDGET, LENGTHS, assert_close, make_learner, place
 from policy_loops import bounded_exp, cut, mean, pushes_out
+from row_files import read_table
 
 from dapo_jax import algorithms
 from dapo_jax.config.algorithm import OWN_FUNCTIONS
@@ -165,38 +166,9 @@ def test_on_policy_the_policy_term_has_gradient_minus_weights_times_advantages(n
 # --- packing, microbatches, devices ----------------------------------------------------------
 
 # Terms only add up: what breaks one of them shows in the sum.
-SLOW = (
-    "sequence ratio",
-    "product",
-    "pairs",
-    "geometric mean, region, corrections of responses, KL to the sampler",
-)
 DIFFERENT = {
-    "sequence ratio": algorithms.gspo(),
-    "positive NLL, KL in the loss, entropy, importance": dataclasses.replace(
-        algorithms.vapo(),
-        reference=True,
-        kl="loss",
-        kl_coefficient=0.04,
-        entropy_coefficient=0.01,
-        importance_cap=2.0,
-    ),
-    "pairs": algorithms.dpo(),
-    "product": algorithms.vespo(),
-    "geometric mean, region, corrections of responses, KL to the sampler": dataclasses.replace(
-        algorithms.gmpo(),
-        clip_low=1.0,
-        clip_high=1.0,
-        importance_cap=2.0,
-        importance_ratio="product",
-        rejection="sequence",
-        rejection_low=0.8,
-        rejection_of="new",
-        kl="loss",
-        kl_to="sampler",
-        kl_importance=True,
-        kl_coefficient=0.1,
-    ),
+    name: (dataclasses.replace(PRESETS[preset](), **changes), mark)
+    for name, mark, preset, changes in read_table(__file__, "different terms")
 }
 
 
@@ -237,8 +209,8 @@ def assert_gradients_are_close(make, params, algorithm, meshes, **options):
 @pytest.mark.parametrize(
     "algorithm",
     [
-        pytest.param(algorithm, id=name, marks=[pytest.mark.slow] * (name in SLOW))
-        for name, algorithm in DIFFERENT.items()
+        pytest.param(algorithm, id=name, marks=[pytest.mark.slow] * (mark == "slow"))
+        for name, (algorithm, mark) in DIFFERENT.items()
     ],
 )
 def test_no_split_packing_or_device_count_changes_the_gradient(

@@ -169,11 +169,15 @@ def test_the_value_loss_and_its_gradient_are_ppos_loop(clip):
     old, weights = rng.normal(size=moves.shape), rng.uniform(0, 1, moves.shape)
     weights[0, ::5] = 0
     values, returns = old + moves, old + targets
+    for array, rubbish in ((old, np.nan), (values, np.inf), (returns, np.nan)):  # of padding
+        array[weights == 0] = rubbish
     batch = TrainBatch(
         ScoredBatch(None, None, {"critic": old}), None, None, None, returns, value_weights=weights
     )
 
     def loop_loss(i, value):
+        if not weights[0, i]:
+            return 0.0
         loss = (value - returns[0, i]) ** 2
         if clip:
             limited = cut(value, old[0, i] - clip, old[0, i] + clip)
@@ -192,20 +196,6 @@ def test_the_value_loss_and_its_gradient_are_ppos_loop(clip):
         ends = [loop_loss(i, values[0, i] + sign * STEP) for sign in (1, -1)]
         slope = (ends[0] - ends[1]) / (2 * STEP)
         np.testing.assert_allclose(gradient[0, i], slope, rtol=1e-6, atol=1e-10)
-
-
-@pytest.mark.parametrize("rubbish", [np.nan, np.inf])
-def test_rubbish_on_padding_reaches_neither_value_loss_nor_gradient(rubbish):
-    weights = np.float32([[0.5, 0.5, 0.0, 0.0]])
-    numbers = np.float32([[0.3, -0.2, 0.0, 0.0]])
-    filled = np.where(weights > 0, numbers, np.float32(rubbish))
-
-    def run(array):
-        scored = ScoredBatch(None, None, {"critic": array - 0.1})
-        batch = TrainBatch(scored, None, None, None, array + 1, value_weights=weights)
-        return jax.value_and_grad(lambda x: critic_objective(dapo(), batch, x)[0])(array)
-
-    assert jax.tree.map(np.array_equal, run(filled), run(numbers)) == (True, True)
 
 
 @pytest.mark.parametrize("clip", [0.2, 1e4])

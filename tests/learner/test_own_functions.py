@@ -1,6 +1,5 @@
 """Functions of the user in place of an advantage, ratio, region, weight, KL or aggregate."""
 
-import dataclasses
 import pathlib
 import re
 
@@ -8,22 +7,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from command_lines import RL, load
-from small_runs import make_quick_config, read_rows
+from row_files import read_table
+from small_runs import make_quick_config
 
 from dapo_jax.config.algorithm import OWN_FUNCTIONS
-from dapo_jax.config.algorithms import Algorithm, preset
+from dapo_jax.config.algorithms import Algorithm
 from dapo_jax.config.experiment import Config
-from dapo_jax.learner.advantages import ESTIMATORS, estimate, gather_feedback
-from dapo_jax.learner.losses import (
-    KL_ESTIMATORS,
-    LOSS_WEIGHTS,
-    RATIOS,
-    REGIONS,
-    WEIGHTS,
-    policy_loss,
-)
+from dapo_jax.learner.advantages import estimate, gather_feedback
+from dapo_jax.learner.losses import policy_loss
 from dapo_jax.run.identity import run_settings
-from dapo_jax.run.run import train
 from dapo_jax.types.errors import ConfigError
 
 PAGE = pathlib.Path(__file__).parents[2] / "docs/own_algorithm.md"
@@ -55,32 +47,6 @@ def test_the_page_shows_an_advantage_and_a_region(mine):
     assert info["clipped_high"].tolist() == [[0.0, 1.0]]  # 1 + 0.28 * 1.5 and 1 + 0.28 * 1.1
 
 
-@pytest.mark.slow  # of test_identities.py, whose gradients are equal
-def test_a_run_with_own_copies_of_all_equals_the_run_without(base, tmp_path, alone):
-    plain = preset("grpo")
-    own = dataclasses.replace(
-        plain,
-        advantage=lambda algorithm, feedback: ESTIMATORS["group_zscore"](algorithm, feedback),
-        ratio=lambda log_ratio, segment_ids, trained: RATIOS["token"](
-            log_ratio, segment_ids, trained
-        ),
-        region=lambda algorithm, ratio, p, old: REGIONS["ratio"](algorithm, ratio, p, old),
-        weight=lambda algorithm, ratio, positive: WEIGHTS["ratio"](algorithm, ratio, positive),
-        kl_estimator=lambda logprobs, reference: KL_ESTIMATORS["k3"](logprobs, reference),
-        aggregate=lambda tokens, groups, budget: LOSS_WEIGHTS["sequence_mean"](
-            tokens, groups, budget
-        ),
-    )
-    names = {getattr(own, field) for field in OWN_FUNCTIONS}
-    assert len(names) == len(OWN_FUNCTIONS) and all(n.startswith("in_process:") for n in names)
-    rows = []
-    for name, algorithm in {"plain": plain, "own": own}.items():
-        config = make_quick_config(base, tmp_path / name, updates=1, algorithm=algorithm)
-        assert train(config) is not None
-        rows.append(read_rows(tmp_path / name))
-    assert rows[0] == rows[1]
-
-
 def test_a_changed_function_has_another_name_and_an_equal_one_the_same():
     def make(factor):
         return lambda logprobs, reference: factor * (logprobs - reference)
@@ -94,16 +60,7 @@ def test_a_changed_function_has_another_name_and_an_equal_one_the_same():
 
 
 @pytest.mark.parametrize("field", OWN_FUNCTIONS)
-@pytest.mark.parametrize(
-    ("name", "words"),
-    [
-        ("mine:nix", "has no attribute 'nix'"),
-        ("nix_module:f", "No module named 'nix_module'"),
-        ("nix", "or your module:function"),
-        ("in_process:gone", "given by the program: config.algorithm."),
-        ("mine:takes_nothing", "it is called as ("),
-    ],
-)
+@pytest.mark.parametrize(("name", "words"), read_table(__file__, "wrong names"))
 def test_a_function_that_can_not_be_called_is_named_before_the_run(
     field, name, words, write_module, capsys
 ):

@@ -1,7 +1,6 @@
 """Decoder and log-probs; test_families.py has the rotations of transformers."""
 
 import math
-from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +11,6 @@ from conftest import TINY
 from dapo_jax.model import decoder
 from dapo_jax.model.lm_head import Scale, head_logprobs
 from dapo_jax.model.rotary import RopeScaling, query_growth
-from dapo_jax.model.training_attention import choose
 from dapo_jax.rollout.sampling import sample_tokens
 from dapo_jax.types.structs import SamplingRule
 
@@ -32,18 +30,6 @@ def test_a_token_reaches_later_tokens_of_its_segment_and_nothing_else(tiny_param
         changed[0, place] = (TOKENS[0, place] + 1) % TINY.vocab
         differs = (np.asarray(run(changed)) != np.asarray(run(TOKENS))).any(axis=-1)
         assert np.flatnonzero(differs[0]).tolist() == list(reached) and not differs[1].any()
-
-
-def test_attention_is_chosen_by_platform_and_length():
-    def chosen(platform: str, row_tokens: int, requested: str = "auto") -> str:
-        return choose(requested, SimpleNamespace(platform=platform), row_tokens, jnp.float32)
-
-    assert chosen("cpu", 160) == chosen("gpu", 1024) == "plain"
-    assert chosen("cpu", 4096) == chosen("gpu", 22_528) == "blocked"
-    assert chosen("tpu", 22_528) == chosen("tpu", 256) == "splash"
-    assert chosen("tpu", 160) == "plain"  # the kernel can't, and its scores are small
-    assert chosen("tpu", 22_500) == "splash"  # which validation rejects
-    assert chosen("gpu", 22_528, "plain") == "plain"
 
 
 @pytest.mark.parametrize("shift", [0.0, 1e4, -1e4])

@@ -9,11 +9,12 @@ right, pairs on which the rule held, place, source.
 """
 
 import ast
-import importlib.abc
+import builtins
 import importlib.machinery
 import re
 import signal
 import sys
+import tempfile
 
 PACKAGE = "dapo_jax.extras.math."
 MAX_TRIED = 100  # pairs on which a rule held
@@ -86,30 +87,19 @@ class Switches(ast.NodeTransformer):
         return ast.copy_location(ast.Call(ast.Name("_Pattern", ast.Load()), arguments, []), node)
 
 
-class Loader(importlib.machinery.SourceFileLoader):
-    def source_to_code(self, data, path, **_options):
-        tree = Switches(self.name).visit(ast.parse(data))
-        return compile(ast.fix_missing_locations(tree), path, "exec")
-
-    def get_code(self, fullname):  # no cached bytes
-        return self.source_to_code(self.get_data(self.path), self.path)
-
-    def exec_module(self, module):
-        vars(module).update(_rule=rule, _Pattern=Pattern)
-        super().exec_module(module)
-
-
-class Finder(importlib.abc.MetaPathFinder):
-    def find_spec(self, name, path, target=None):
-        if not name.startswith(PACKAGE):
-            return None
-        file = f"{path[0]}/{name.removeprefix(PACKAGE)}.py"
-        return importlib.machinery.ModuleSpec(name, Loader(name, file), origin=file)
+def compile_with_switches(loader, data, path, **_options):
+    """Compile a module of any package, one of the verifier with its switches."""
+    tree = ast.parse(data)
+    if loader.name.startswith(PACKAGE):
+        tree = ast.fix_missing_locations(Switches(loader.name).visit(tree))
+    return compile(tree, path, "exec")
 
 
 def main() -> None:
     global off
-    sys.meta_path.insert(0, Finder())
+    vars(builtins).update(_rule=rule, _Pattern=Pattern)
+    sys.pycache_prefix, sys.dont_write_bytecode = tempfile.mkdtemp(), True  # no cached bytes
+    importlib.machinery.SourceFileLoader.source_to_code = compile_with_switches
     from pairs import Pair, own_pairs, published_pairs  # beside this script
 
     from dapo_jax.extras.math.verifier import Settings, make_verifier

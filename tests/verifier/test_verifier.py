@@ -227,13 +227,6 @@ def test_a_verdict_says_how_it_was_decided():
     assert [verdict.correct for verdict in verdicts] == [True, True, True, False, False]
 
 
-def test_a_degenerate_response_is_wrong_quickly():
-    for blank in (r"\, ", "~", " ", r"\\, ", r"\quad ", "\t", r"\text{ }", "{}"):
-        started = time.process_time()
-        assert not make_verifier(Settings("math"))(rf"\boxed{{4{blank * 400}5}}", "45", "").correct
-        assert time.process_time() - started < 0.5, blank
-
-
 def test_an_unfinished_answer_is_right_by_value_alone():
     undone = [pair for pair in PAIRS if pair.group == "a computation left undone"]
     assert len(undone) == 18 and all(is_equivalent(*pair[:2]) for pair in undone)
