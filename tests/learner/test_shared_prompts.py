@@ -106,35 +106,31 @@ CONFIGS = {
 }
 
 
-SLOW = CONFIGS.keys() - {"window-blocked"}  # which masks and cuts most
+# Configuration, algorithm, and (fsdp, tensor, context) of four devices with eight microbatches.
+CASES = [(name, "dapo", None) for name in CONFIGS]
+CASES += [("plain", name, None) for name in ("gspo", "gmpo", "cispo")]  # ratios of responses
+CASES += [("blocked", "dapo", (2, 2, 1)), ("window-blocked", "dapo", (1, 2, 2))]
+IN_CI = ("window-blocked", "dapo", None)  # which masks and cuts most
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in CONFIGS]
+    ("name", "preset", "sizes"),
+    [pytest.param(*case, marks=[pytest.mark.slow] * (case != IN_CI)) for case in CASES],
 )
-def test_loss_gradient_and_scores_are_those_of_separate_prompts(name, one_device, monkeypatch):
+def test_loss_gradient_and_scores_are_those_of_separate_prompts(
+    name, preset, sizes, one_device, monkeypatch
+):
     monkeypatch.setattr(blockwise_attention, "BLOCK", 32)
     monkeypatch.setattr(splash_attention, "MAX_BLOCK", 128)
-    config = CONFIGS[name]
-    algorithm = dataclasses.replace(algorithms.dapo(), router_balance_coefficient=0.1)
-    assert_same(make_policy(one_device, config, algorithm), make_params(config), algorithm)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["gspo", "gmpo", "cispo"])
-def test_ratios_of_whole_responses_do_not_mix_responses(name, one_device):
-    algorithm = algorithms.PRESETS[name]()
-    assert_same(make_policy(one_device, TINY, algorithm), make_params(TINY), algorithm)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("context", [1, 2])
-def test_rows_and_lengths_cut_over_devices(context, monkeypatch):
-    monkeypatch.setattr(blockwise_attention, "BLOCK", 32)
-    config = CONFIGS["window-blocked" if context == 2 else "blocked"]
-    mesh = make_mesh(1, 2 // context, 2, jax.devices()[:4], context=context)
-    algorithm = algorithms.dapo()
-    assert_same(make_policy(mesh, config, algorithm), make_params(config), algorithm, SEGMENTS, 8)
+    config, algorithm, mesh, microbatches = CONFIGS[name], algorithms.preset(preset), one_device, 1
+    if config.experts:
+        algorithm.router_balance_coefficient = 0.1
+    if sizes:
+        fsdp, tensor, context = sizes
+        mesh = make_mesh(1, fsdp, tensor, jax.devices()[:4], context=context)
+        microbatches = 8
+    policy = make_policy(mesh, config, algorithm)
+    assert_same(policy, make_params(config), algorithm, SEGMENTS, microbatches)
 
 
 def test_a_prompt_is_packed_once_and_every_response_once():

@@ -1,8 +1,11 @@
-"""Pairs of a response and a gold answer: own lists, and near misses of published answers."""
+"""Pairs of a response and a gold answer: own lists, attacks, near misses of published answers."""
 
+import itertools
 import json
 import pathlib
+import random
 import re
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from dapo_jax.data.sources import read_problems
@@ -64,3 +67,38 @@ def published_pairs(path: str, most: int = 700) -> list[Pair]:
             wanted = False, of, "near", "wrong"
             pairs.append(Pair(rf"\boxed{{{text}}}", gold, problem.text, *wanted))
     return pairs
+
+
+def _attack_table(name: str) -> list[str]:
+    """Return the lines of `attacks.txt` below that name."""
+    text = (HERE / "attacks.txt").read_text()
+    return text.split(f"== {name}\n")[1].split("\n== ")[0].strip().splitlines()
+
+
+def _made_golds(count: int) -> dict[str, str]:
+    """Return answers and their kinds: 'number' (a constant), 'formula' (with letters), 'other'."""
+    rng, found = random.Random(0), {}
+    for line in itertools.cycle(_attack_table("golds")):
+        kind, _, shape = line.partition(" ")
+        for name, most in {"A": (2, 90), "B": (91, 400), "C": (2, 9)}.items():
+            shape = shape.replace(name, str(rng.randrange(*most)))
+        found.setdefault(shape, kind)
+        if len(found) == count:
+            return found
+    return found
+
+
+def attacks(golds: int, every: int) -> Iterator[Pair]:
+    """Yield every so many-th pair of an expression made to look equal, and a gold to which none is.
+
+    An attack holds `GOLD` where the gold's text belongs.
+    """
+    lines = (line.split(" | ") for line in _attack_table("attacks"))
+    texts = [(row, text) for row in lines for text in _attack_table(row[0])]
+    pairs = itertools.product(texts, _made_golds(golds).items())
+    for ((_, family, kinds, template), text), (gold, kind) in itertools.islice(
+        pairs, 0, None, every
+    ):
+        if kind in kinds or not kinds.strip("-"):
+            answer = template.replace("TEXT", text).replace("GOLD", gold)
+            yield Pair(rf"\boxed{{{answer} }}", gold, "", False, "attacks", family)

@@ -20,7 +20,7 @@ import time
 import types
 
 import pytest
-from pairs import own_pairs, rows
+from pairs import attacks, own_pairs, rows
 from row_files import read_table
 from scored import submit
 
@@ -48,6 +48,12 @@ def test_each_pair_is_decided_as_listed(of, group):
     verifiers = {c: make_verifier(Settings("math", unfinished=c)) for c in ("right", "wrong")}
     wrong = [p for p in pairs if verifiers[p.unfinished](*p[:3]).correct is not p.is_right]
     assert pairs and wrong == []
+
+
+@pytest.mark.parametrize(("golds", "every"), [(4, 7), pytest.param(300, 1, marks=pytest.mark.slow)])
+def test_no_expression_made_to_look_equal_is_accepted(golds, every):
+    verifier, tried = make_verifier(Settings("math")), [*attacks(golds, every)]
+    assert len(tried) > 100 and not [pair for pair in tried if verifier(*pair[:3]).correct]
 
 
 def hostile_texts(characters: int, marker: str):
