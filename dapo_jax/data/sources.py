@@ -159,8 +159,8 @@ def read_problems(
     if further := len(asked) - len({key[:-1] for key in asked}):
         counts["with another answer to the same text"] = further
     messages = tuple(log.messages[: files.MAX_MESSAGES])
-    own = {"messages": messages, "named": any_named, "fields": tuple(first_row)}
-    return Source(source, tuple(problems), counts=counts, **own)
+    shared = {"messages": messages, "named": any_named, "fields": tuple(first_row)}
+    return Source(source, tuple(problems), counts=counts, **shared)
 
 
 def _named_rows(

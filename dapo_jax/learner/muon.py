@@ -56,8 +56,8 @@ def with_muon(
 
 
 def _newton_schulz(matrices: Float[Array, "n rows columns"]) -> Float[Array, "n rows columns"]:
-    found, _ = NEWTON_SCHULZ.update(matrices, NEWTON_SCHULZ.init(matrices))
-    return jnp.asarray(found)
+    updates, _ = NEWTON_SCHULZ.update(matrices, NEWTON_SCHULZ.init(matrices))
+    return jnp.asarray(updates)
 
 
 def _orthogonalise(path: tuple, momentum: Array) -> Array:

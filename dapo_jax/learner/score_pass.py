@@ -72,10 +72,10 @@ def score_pass(
     if algorithm.old_logprobs == "sampler":
         old = rollouts.sampler_logprobs
     elif scored := algorithm.scored_minibatches(len(minibatches)):
-        own = score(learners.policy, states.policy.params, rollouts, scored.start)
-        old, energies, entropies = own.values, own.energies, own.entropies
-        if own.routes is not None:
-            rollouts = rollouts.replace(routes=own.routes)
+        output = score(learners.policy, states.policy.params, rollouts, scored.start)
+        old, energies, entropies = output.values, output.energies, output.entropies
+        if output.routes is not None:
+            rollouts = rollouts.replace(routes=output.routes)
     scores = {}
     for name, model in learners.scorers.items():
         if model.learner:

@@ -268,8 +268,8 @@ class Learner:
         loss = means["loss"].total
         arrays = state, gradient, learning_rate, self._checked_apart
         new, measured = apply_gradient(self._optimizer, *arrays)
-        taken = measured["gradient_norm"].weight
-        means["loss"] = Mean(jnp.where(taken > 0, loss, 0.0), taken)
+        applied = measured["gradient_norm"].weight
+        means["loss"] = Mean(jnp.where(applied > 0, loss, 0.0), applied)
         return new, outputs._replace(means=means | measured)
 
 
@@ -324,14 +324,14 @@ def apply_gradient(
     finite = is_finite.all()
     take = (lambda: step(*arrays)) if checked_apart else (lambda: new)
     new = jax.lax.cond(finite, take, lambda: state)
-    taken = finite.astype(jnp.float32)
+    is_applied = finite.astype(jnp.float32)
     means = {
-        "gradient_norm": Mean(jnp.where(finite, norm, 0.0), taken),
-        "skipped_updates": Mean(1.0 - taken, jnp.ones(())),
+        "gradient_norm": Mean(jnp.where(finite, norm, 0.0), is_applied),
+        "skipped_updates": Mean(1.0 - is_applied, jnp.ones(())),
     }
     first = jnp.argmin(is_finite)  # it makes the later ones non-finite
     for i, name in enumerate(REASONS):
-        means[name] = Mean(jnp.where(first == i, 1.0 - taken, 0.0), jnp.ones(()))
+        means[name] = Mean(jnp.where(first == i, 1.0 - is_applied, 0.0), jnp.ones(()))
     return new, means
 
 
@@ -410,8 +410,8 @@ def learning_rates(config: Config, step: int) -> dict[str, float]:
     rates = {}
     for name, settings in optimizers(config).items():
         wait = config.critic_pretrain_steps() if name == POLICY else 0
-        own = step - wait, config.total_steps - wait
-        rates[name] = learning_rate(settings, *own) if step >= wait else 0.0
+        schedule = step - wait, config.total_steps - wait
+        rates[name] = learning_rate(settings, *schedule) if step >= wait else 0.0
     return rates
 
 

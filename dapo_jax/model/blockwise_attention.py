@@ -173,7 +173,7 @@ def _backward(blocks: Blocks, reach: Reach, mixed, log_total, upstream):
     """Return gradients of scaled queries, keys and values, in blocks, and of sinks; float32."""
     count, size = blocks.queries.shape[0], blocks.keys.shape[3]
     # The softmax's own term, sum over keys of probability * its gradient (section 3.1).
-    own = jnp.sum(upstream.astype(jnp.float32) * mixed.astype(jnp.float32), axis=-1)
+    delta = jnp.sum(upstream.astype(jnp.float32) * mixed.astype(jnp.float32), axis=-1)
     dot = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
     dtype = blocks.queries.dtype
 
@@ -182,7 +182,7 @@ def _backward(blocks: Blocks, reach: Reach, mixed, log_total, upstream):
             queries_gradient, keys_gradient, values_gradient = carry
             probability = jnp.exp(_scores(blocks, reach, i, j) - log_total[i][..., None])
             over = dot("bkgqe,bkce->bkgqc", upstream[i], blocks.values[j])
-            change = (probability * (over - own[i][..., None])).astype(dtype)
+            change = (probability * (over - delta[i][..., None])).astype(dtype)
             values_gradient += dot("bkgqc,bkgqe->bkce", probability.astype(dtype), upstream[i])
             keys_gradient += dot("bkgqc,bkgqe->bkce", change, blocks.queries[i])
             more = dot("bkgqc,bkce->bkgqe", change, blocks.keys[j])
@@ -205,7 +205,7 @@ def _backward(blocks: Blocks, reach: Reach, mixed, log_total, upstream):
     sinks = None
     if blocks.sinks is not None:
         probability = jnp.exp(blocks.sinks[..., None] - log_total)
-        sinks = -jnp.sum(probability * own, axis=(0, 1, 4))
+        sinks = -jnp.sum(probability * delta, axis=(0, 1, 4))
     return queries_gradient, keys, values, sinks
 
 

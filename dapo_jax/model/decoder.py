@@ -163,8 +163,8 @@ class DecoderConfig:
     def cache_of(self, number: int) -> int:
         """Return the number of the layer that computes the keys and values of layer `number`."""
         kinds = self.sliding or (False,) * self.layers
-        own = (i for i in range(self.cached_layers) if kinds[i] == kinds[number])
-        return number if number < self.cached_layers else max(own)
+        same_kind = (i for i in range(self.cached_layers) if kinds[i] == kinds[number])
+        return number if number < self.cached_layers else max(same_kind)
 
     @property
     def reaches(self) -> list[int | None]:
@@ -415,7 +415,7 @@ class Decoder(nn.Module):
         stacked = dict.fromkeys(("params", *RECORDS), 0)
         for name, numbers in layer_stacks(c).items():
             length, part = len(numbers), slice(numbers[0], numbers[-1] + 1)
-            taken = None if by_layer is None else by_layer[part]
+            values = None if by_layer is None else by_layer[part]
             slides, rotates = (
                 jnp.asarray(flags[part]) if flags else None for flags in (c.sliding, c.rotated)
             )
@@ -428,7 +428,7 @@ class Decoder(nn.Module):
                 unroll=min(c.scan_unroll, length),
                 metadata_params={nn.PARTITION_NAME: "layers"},
             )(c, TRAINING_ATTENTION[c.attention], name=name)
-            x, _ = layers(x, context, None, slides, taken, rotates)
+            x, _ = layers(x, context, None, slides, values, rotates)
         return rms_norm(c, name="final_norm")(x)
 
     def _mixed(self, x: Float[Array, "R T D"], tokens: Array, context: Context, routes: Any):

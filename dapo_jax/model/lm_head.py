@@ -240,8 +240,8 @@ def add_up(
         change = jnp.where(counts[:, None], slope_of_chunk(states, *rest), 0.0)
         change = change.astype(hidden.dtype)
         gradient += jnp.dot(states.T, change, preferred_element_type=jnp.float32)
-        own = shard.add(jnp.dot(change, whole.T, preferred_element_type=jnp.float32))
-        return gradient, put(back, own.astype(hidden.dtype), i)
+        state_gradients = shard.add(jnp.dot(change, whole.T, preferred_element_type=jnp.float32))
+        return gradient, put(back, state_gradients.astype(hidden.dtype), i)
 
     (needed,) = chunks.cut(chunks.needed)  # the last chunk has others too
     zeros = jnp.zeros(whole.shape, jnp.float32), jnp.zeros_like(cut[0])

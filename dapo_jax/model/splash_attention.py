@@ -192,8 +192,8 @@ def splash_attention(
         masks = kernel.fwd_mask_info, kernel.dq_mask_info, kernel.dkv_mask_info
         masks = [_skip(mask, shares, inner) for mask, inner in zip(masks, (2, 2, 1), strict=True)]
         together = ids.segments if ids.prompts is None else ids.prompts
-        own = jax.lax.dynamic_slice_in_dim(together, start, local, 0)
-        segments = splash.SegmentIds(own, together)
+        shard = jax.lax.dynamic_slice_in_dim(together, start, local, 0)
+        segments = splash.SegmentIds(shard, together)
         kind: Any = type(kernel)  # not exported by the module
         return kind(*masks, **kernel.kwargs)(queries, keys, values, segments, sinks)
 

@@ -43,8 +43,8 @@ class CarryOverCollection(Collection):
         self.submit_ended(judge)
         self._read(judge, self._burst)
         unfinished = [  # a group that is sampled again is left to the next step, which starts it
-            PartialGroup(own.prompt, self._step + 1) if own.prompt.index in self._parts else own
-            for own in sampler.stop(keep=True)
+            PartialGroup(part.prompt, self._step + 1) if part.prompt.index in self._parts else part
+            for part in sampler.stop(keep=True)
         ]
         first_steps = {group.prompt.index: group.step for group in self._partial if group.tokens}
         groups, settings = self.first_kept(), self.config.rollout

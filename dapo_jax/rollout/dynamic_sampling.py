@@ -185,7 +185,7 @@ class Collection:
         due = [pending for burst, pending in self._unread if burst <= last]
         groups, pending = judge.read(due, len(due) if least is None else least)
         left = set(map(id, pending))
-        self._unread = [own for own in self._unread if own[0] > last or id(own[1]) in left]
+        self._unread = [entry for entry in self._unread if entry[0] > last or id(entry[1]) in left]
         for group in groups:
             self._add(group)
         return groups
@@ -240,9 +240,9 @@ class Collection:
         kept = whole = failed = scored = 0
         for count, group in enumerate(self._head(), 1):
             index = group.prompt.index
-            for own in filter(None, (group, self._resampled.get(index))):
-                failed += len(own.failed)
-                scored += len(own.completions)
+            for attempt in filter(None, (group, self._resampled.get(index))):
+                failed += len(attempt.failed)
+                scored += len(attempt.completions)
             whole += not group.is_broken
             exceeds = exceeds_failures(self.config, failed, failed + scored)
             if count >= self._wanted and (exceeds or not whole):
@@ -278,12 +278,12 @@ class Collection:
         scored = [self._scored[p.index] for p in self._requested if p.index in self._scored]
         passed = [prompt for prompt in self._requested if self.start <= prompt.index < following]
         whole = [group for group in scored if not group.is_broken]
-        used = [group for group in whole if group.prompt.index not in surplus]
+        trained = [group for group in whole if group.prompt.index not in surplus]
         return CollectedGroups(
             groups=groups,
-            judged=used,
+            judged=trained,
             surplus=[group for group in whole if group.prompt.index in surplus],
-            with_signal=sum(carries_signal(group, self.config.reward) for group in used),
+            with_signal=sum(carries_signal(group, self.config.reward) for group in trained),
             broken=[group for group in scored if group.is_broken],
             asked_prompts=len(self._requested),
             kept_fraction=kept_fraction,

@@ -127,12 +127,12 @@ class PageTable:
         size += prompts * (time // self.geometry.page_tokens)
         arrays = np.zeros((3, self.geometry.replicas, size), np.int32)
         arrays[0] = DROPPED
-        used = [0] * self.geometry.replicas
+        counts = [0] * self.geometry.replicas
         for slot, row in zip(map(int, slots), rows, strict=True):
             replica = self.replica(slot)
             for page, block in self._fills.pop(slot):
-                arrays[:, replica, used[replica]] = page, row, block
-                used[replica] += 1
+                arrays[:, replica, counts[replica]] = page, row, block
+                counts[replica] += 1
         return Fills(*arrays)
 
     def advance(self, tokens: int) -> None:

@@ -159,8 +159,8 @@ def run_settings(config: Config, heldout_problems: int | None = None) -> dict[st
         folders["model.folder"] = model.folder
     if config.algorithm.reference:
         folders["model.reference_folder"] = model.reference_folder or model.folder
-    own = model.folder if config.algorithm.distils else ""
-    folders["extras.teacher.folder"] = config.extras.teacher.folder or own
+    teacher_folder = model.folder if config.algorithm.distils else ""
+    folders["extras.teacher.folder"] = config.extras.teacher.folder or teacher_folder
     content = {name: fingerprint(folder, name) for name, folder in folders.items() if folder}
     if config.algorithm.reference and config.lora.folder:
         content["lora.folder"] = peft_adapters.fingerprint(config.lora.folder)

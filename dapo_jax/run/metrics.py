@@ -267,8 +267,8 @@ def judge_counts(groups: list[Group]) -> dict[str, float]:
     """Return the requests to the judge, their tokens and their price."""
     parts = [verdict.parts for group in groups for verdict in group.verdicts]
     parts += [response.failure.counts for group in groups for response in group.failed]
-    names = {name: None for own in parts for name in own if name.startswith("judge_")}
-    return {f"judge/{name[6:]}": sum(own.get(name, 0.0) for own in parts) for name in names}
+    names = {name: None for part in parts for name in part if name.startswith("judge_")}
+    return {f"judge/{name[6:]}": sum(part.get(name, 0.0) for part in parts) for name in names}
 
 
 def outcome_metrics(outcomes: collections.Counter[Outcome]) -> dict[str, float]:

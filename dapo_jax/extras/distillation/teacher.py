@@ -107,8 +107,8 @@ def told_segments(
         values = collections.defaultdict(str, {name: str(value or "") for name, value in columns})
         row = {"problem": problem.text, "answer": problem.answer, "solution": problem.solution}
         texts = (other.completion.text for other in right if other.index != segment.index)
-        said = (turn.text for turn in segment.completion.turns if not turn.is_sampled)
-        return values | row | {"sibling": next(texts, ""), "feedback": "\n".join(said)}
+        replies = (turn.text for turn in segment.completion.turns if not turn.is_sampled)
+        return values | row | {"sibling": next(texts, ""), "feedback": "\n".join(replies)}
 
     def tell(segments: Sequence[Segment]) -> list[Segment]:
         told, right = [], collections.defaultdict(list)

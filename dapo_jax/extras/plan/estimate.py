@@ -182,7 +182,7 @@ def calibrated_step(layout: Layout, weight_bytes: int, settings: PlanSettings) -
     for choose in (lambda values: values[0], max, min):
         published_rates = [choose([row["efficiency"] for row in near]) for near in rows]
         flops, hbm = (rate or near for rate, near in zip(given, published_rates, strict=True))
-        own = dataclasses.replace(settings, flops=flops, hbm=hbm)
-        steps.append(estimate_step(layout, weight_bytes, own) | {"flops_peak": flops, "hbm": hbm})
+        peaks = dataclasses.replace(settings, flops=flops, hbm=hbm)
+        steps.append(estimate_step(layout, weight_bytes, peaks) | {"flops_peak": flops, "hbm": hbm})
     both = {"seconds_range": [step["seconds_step"] for step in steps[1:]]}
     return steps[0] | both | {"sources": [near[0] for near in rows]}

@@ -250,14 +250,14 @@ class Operations:
     def _load_weights(self, request: Request, body: requests.Body) -> Model:
         path = body.path
         shape = shape_of(find_checkpoint(self._store, path, "weights"))
-        known = self._store.get("model", request.owner)
-        own = shape if known is None else shape_of(known)
-        need(shape == own, "path", path, f"a checkpoint of a model with {own}")
+        described = self._store.get("model", request.owner)
+        expected = shape if described is None else shape_of(described)
+        need(shape == expected, "path", path, f"a checkpoint of a model with {expected}")
         file = self._store.checkpoint_folder(path) / STATE_FILE
         model = load_model(file, self._policies.learner(shape), shape, body.optimizer)
         # The checkpoint may be removed before this request would run again.
         save_model(self._store.model_file(request.owner, request.number), model)
-        if known is None:
+        if described is None:
             self._put_model(request.owner, shape, body)
         return model
 
