@@ -5,7 +5,7 @@ hold (there may be none), every need must hold:
 
     name=a|b    the value is a or b; patterns as in file names; nothing: the empty text
     name!=a|b   the value is another one; if it must not be empty, the reason says what it is
-    name>0      the value is above 0, or above another setting; < and <= accordingly
+    name>0      the value is above 0, or above another setting; <, <= and % (divides) accordingly
     name~a      the list of names, such as reward.parts, has a
     name!~a     it does not have a
     name        (a need) the setting has its default: nothing reads it
@@ -40,6 +40,7 @@ weight_high!=0 -> weight_high>weight_low: 0 is no bound
 rejection_high!=0 -> rejection_high>rejection_low: 0 is no bound
 importance_cap!=0 -> importance_floor<importance_cap
 advantage=pass_at_k -> pass_k<=rollout.samples_per_prompt
+-> rollout.updates_per_rollout%rollout.prompts_per_step
 ratio=none kl_to=reference distillation!=jsd -> rollout.updates_per_rollout=1: others are off-policy
 ratio=none kl_to=reference advantage!=zero -> rollout.updates_per_rollout=1: others are off-policy
 advantage=@values -> algorithm.critic=true
@@ -150,6 +151,7 @@ COMPARISONS = {
     ">": ("above", operator.gt),
     "<": ("below", operator.lt),
     "<=": ("at most", operator.le),
+    "%": ("a divisor of", lambda value, whole: whole % value == 0),
 }
 
 
@@ -192,7 +194,7 @@ class _Term(NamedTuple):
 
 
 def _parse_term(text: str, prefix: str) -> _Term:
-    name, sign, values = re.split(r"(!=|!~|<=|=|~|>|<|$)", text, maxsplit=1)
+    name, sign, values = re.split(r"(!=|!~|<=|=|~|>|<|%|$)", text, maxsplit=1)
     listed = []
     for value in values.split("|"):
         trait = value.removeprefix("@")
@@ -254,9 +256,6 @@ def _training(config: Config) -> Checks:
     reads_old |= a.importance_cap > 0 or a.kl == "loss" and (a.kl_to == "old" or a.kl_importance)
     allowed = "'recompute' with algorithm.ratio = 'none': nothing reads it"
     yield "algorithm.old_logprobs", reads_old or a.old_logprobs == "recompute", allowed
-    fits = rollout.prompts_per_step % rollout.updates_per_rollout == 0
-    allowed = f"a divisor of rollout.prompts_per_step = {rollout.prompts_per_step}"
-    yield "rollout.updates_per_rollout", fits, allowed
     is_corrected = a.importance_cap > 0 or a.rejection != "none"
     is_corrected |= a.ratio != "none" and a.old_logprobs != "recompute"
     is_corrected |= a.advantage == "zero" and a.distillation == "jsd"  # valid on any tokens

@@ -29,6 +29,7 @@ data.source!=word_problems|calculator_problems|gym:* -> data.generated_examples
 class Architecture(Section):
     """Shape of a new policy (Qwen2 family)."""
 
+    combinations: ClassVar = "-> architecture.kv_heads%architecture.heads"
     layers: Count = setting(3, "Decoder layers.")
     embed: Count = setting(128, "Width of the residual stream.")
     heads: Count = setting(4, "Query heads.")
@@ -102,10 +103,7 @@ class SftConfig(Supervised):
             return
         longest = 2 * self.examples.max_terms  # a digit and a sign each
         yield from check_row_length(self.packing, longest + self.max_response_tokens)
-        shape = self.architecture
-        yield "architecture.head_dim", shape.head_dim % 2 == 0, "even"
-        allowed = f"a divisor of architecture.heads = {shape.heads}"
-        yield "architecture.kv_heads", shape.heads % shape.kv_heads == 0, allowed
+        yield "architecture.head_dim", self.architecture.head_dim % 2 == 0, "even"
 
 
 class DpoConfig(Supervised):
