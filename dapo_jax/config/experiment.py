@@ -96,9 +96,7 @@ class Packing(Section):
     """Rows of packed prompts and responses."""
 
     may_change: ClassVar = True
-    row_tokens: SizeOrRest = setting(
-        256, "Tokens per row; 'auto' (-1): the longest response, or 2 to 4 times that."
-    )
+    row_tokens: SizeOrRest = setting(256, "Tokens per row; 'auto' (-1): 1 to 4 longest responses.")
     rows_per_microbatch: Count = setting(
         16, "Rows per gradient, all devices; fewer if 'auto' makes the rows longer."
     )
@@ -351,9 +349,7 @@ class Optimizer(Section):
         -1.0, "Peak rate; 'auto' (-1): by the number of parameters, more for adapters."
     )
     schedule: Schedule = setting("constant", "Learning rate after the warm-up.")
-    warmup_steps: AutoCount = setting(
-        AUTO, "Rollout steps with a rising rate; 'auto' (-1): a tenth, at most 20."
-    )
+    warmup_steps: AutoCount = setting(AUTO, "Steps of rising rate; 'auto' (-1): a tenth, up to 20.")
     beta1: Below1 = setting(0.9, "Decay of the first moment.")
     beta2: Below1 = setting(0.999, "Decay of the second moment.")
     eps: Positive = setting(1e-8, "Added to the root of the second moment.")
@@ -388,9 +384,7 @@ class Checkpoint(Section):
     every_steps: CountOr0 = setting(10, "Rollout steps between saves; 0 saves only at the end.")
     keep: Count = setting(2, "Number of newest checkpoints to keep.")
     keep_groups: bool = setting(False, "Save scored groups at once: a kill loses no response.")
-    leave_seconds: PositiveOr0 = setting(
-        30.0, "Seconds to wait for a checkpoint after SIGTERM; 0: no limit."
-    )
+    leave_seconds: PositiveOr0 = setting(30.0, "Wait for a checkpoint after SIGTERM; 0: no limit.")
 
 
 class Evaluation(Section):

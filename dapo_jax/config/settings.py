@@ -74,15 +74,19 @@ def _describe(field: dataclasses.Field) -> str:
     return f"    {field.name} ({kind}, default {field.default!r}): {explain(field)}"
 
 
-def _find(kind: Any, name: str, path: str = "", error: type[Exception] = ConfigError) -> Any:
+@functools.cache
+def _own_fields(kind: Any) -> dict[str, dataclasses.Field]:
+    return {field.name: field for field in dataclasses.fields(kind)}
+
+
+def _find(kind: type, name: str, path: str = "", error: type[Exception] = ConfigError) -> Any:
     """Return the field of a section, or raise an error about `path` if there is none."""
-    known = kind.__dataclass_fields__
+    known = _own_fields(kind)
     if name in known:
         return known[name]
     old = f"{kind.__name__.lower()}.{name}".removeprefix("config.")
     hint = f"; it is now config.{present_name(old)}" if present_name(old) != old else ""
-    names = [field.name for field in dataclasses.fields(kind)]
-    hint = hint or nearest(name, names) or f"; {kind.__name__} has {', '.join(names)}"
+    hint = hint or nearest(name, known) or f"; {kind.__name__} has {', '.join(known)}"
     raise error(f"{path or kind.__name__}.{name}: there is no such setting{hint}")
 
 

@@ -19,7 +19,8 @@ NO_FLAGS: Mapping[str, str] = MappingProxyType({})
 def split_flags(arguments: list[str], switches: Collection[str] = ()) -> Iterator[tuple[str, str]]:
     """Yield (flag, value) for a command line; a positional argument has the flag "".
 
-    A flag without `=` takes the next argument as its value; one of `switches` is true.
+    A flag without `=` takes the next argument as its value; one of `switches` is true, unless
+    that is `false`.
     """
     rest = [*arguments]
     while rest:
@@ -28,7 +29,7 @@ def split_flags(arguments: list[str], switches: Collection[str] = ()) -> Iterato
         if not argument.startswith("-") or flag[:1].isdigit():
             flag, value = "", argument
         elif not separator and flag in switches:
-            value = "true"
+            value = rest.pop(0) if rest[:1] in (["true"], ["false"]) else "true"
         elif not separator and rest and not rest[0].startswith("--"):
             value = rest.pop(0)
         yield flag, value

@@ -7,7 +7,7 @@ import subprocess
 import sys
 
 import pytest
-from command_lines import BASE, RL, ROOT, load, refusal, run_shown
+from command_lines import BASE, RL, ROOT, load, run_shown
 from row_files import read_table
 
 import dapo_jax
@@ -148,9 +148,10 @@ def test_help_shows_a_section_alone_with_the_files_values(capsys):
 
 def test_a_switch_may_stand_alone_and_a_value_apart():
     apart = ["--config.log.tensorboard", "--config.seed", "3", "--config.optimizer.eps", "1e-9"]
+    apart += ["--config.log.console", "false", *apart]  # the same value twice is no mistake
     loaded = load(Config, RL, *apart, "--config.critic.pretrain_steps", "-1", "--config.log.report")
     assert (loaded.log.tensorboard, loaded.seed, loaded.optimizer.eps) == (True, 3, 1e-9)
-    assert loaded.critic.pretrain_steps == -1 and loaded.log.report
+    assert loaded.critic.pretrain_steps == -1 and loaded.log.report and not loaded.log.console
 
 
 def test_one_size_of_the_mesh_takes_what_the_others_leave():
@@ -266,13 +267,6 @@ def test_keys_of_merged_tables_may_be_replaced(tmp_path):
     (tmp_path / "a.yaml").write_text(text)
     config = read_config(Config, str(tmp_path / "a.yaml"))
     assert (config.optimizer.eps, config.critic.optimizer.eps) == (1e-4, 1e-3)
-
-
-@pytest.mark.parametrize("flags", read_table(__file__, "a flag with two values is an error"))
-def test_a_flag_with_two_values_is_an_error(flags, capsys):
-    assert " is given twice: '" in refusal(Config, ["--config=arithmetic", *flags], capsys)
-    same = ["--config=arithmetic", "--config.seed=1"]
-    assert load(Config, *same, *same).seed == 1
 
 
 def test_configs_are_listed_and_shown(monkeypatch, capsys, tmp_path):
