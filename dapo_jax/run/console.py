@@ -139,8 +139,7 @@ def step_lines(
         f"tokens {values['response_tokens_mean']:.0f} ({values['truncated_fraction']:.0%} cut)",
     ]
     if "entropy" in values:
-        entropy = values["entropy"]
-        gradient = values["gradient_norm"]
+        entropy, gradient = values["entropy"], values["gradient_norm"]
         first.append(f"entropy {entropy:.3f}" if entropy < 10 else f"entropy {entropy:.2f}")
         second.append(f"grad {gradient:.2f}" if gradient < 1000 else f"grad {gradient:.0e}")
     elif "explained_variance" in values:
@@ -150,8 +149,7 @@ def step_lines(
         first.append("no update")
     seconds = values["seconds_step"]
     first.append(f"{seconds:.1f} s" if seconds < 100 else f"{seconds:.0f} s")
-    if eta is not None:
-        first.append(f"ETA {duration(eta)}")
+    first += [] if eta is None else [f"ETA {duration(eta)}"]
     return [fit(first), fit(second), *_heldout_lines(values, reward_leads)]
 
 
@@ -357,16 +355,14 @@ class Progress:
                 new += 1
                 total_score += (response.reward or 0.0) if self.reward_leads else response.correct
                 name = "reward" if self.reward_leads else "right"
-                share = f"{new / activity.seconds():.1f}/s · {total_score / new:.2f} {name}"
                 seconds, left = activity.seconds(), total - done - new
                 eta = f" · ETA {duration(left * seconds / new)}" if left else ""
+                share = f"{new / seconds:.1f}/s · {total_score / new:.2f} {name}"
                 text = f"{done + new} of {total} responses · {share}{eta}"
                 activity.text = f"evaluating: {text}"
-                tenths = 10 * (done + new) // total
-                is_due = (
-                    tenths > 10 * (done + new - 1) // total and seconds >= shown + every_seconds
-                )
-                if not self.console.is_terminal and is_due:
+                is_tenth = 10 * (done + new) // total > 10 * (done + new - 1) // total
+                is_due = is_tenth and seconds >= shown + every_seconds
+                if is_due and not self.console.is_terminal:
                     shown = seconds
                     self.say(text)
 

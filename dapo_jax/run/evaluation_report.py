@@ -7,10 +7,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from dapo_jax.run.console import Progress
-from dapo_jax.run.scores import Estimate, Report
-
-BAR = 24  # characters of a bar of a score
-EIGHTHS = " ▏▎▍▌▋▊▉"  # of a character
+from dapo_jax.run.scores import Report
 
 
 def print_report(progress: Progress, report: Report, marks: Mapping[str, object]) -> None:
@@ -29,38 +26,25 @@ def print_report(progress: Progress, report: Report, marks: Mapping[str, object]
         progress.console.print(table, soft_wrap=False)
 
 
-def _interval(estimate: Estimate) -> str:
-    return "" if estimate.low is None else f"{estimate.low:.3f} to {estimate.high:.3f}"
-
-
-def _score_cells(estimate: Estimate) -> tuple[str, str, str]:
-    whole, eighths = divmod(round(estimate.value * BAR * 8), 8)
-    bar = "█" * whole + EIGHTHS[eighths].strip()
-    return f"{estimate.value:.3f}", _interval(estimate), f"[cyan]{bar}"
-
-
 def _headline(report: Report, reward_leads: bool) -> Table:
     k = report.samples_per_problem
     rows = {f"avg@{k}": report.accuracy}
     rows |= {f"pass@{power}": value for power, value in report.pass_at_k.items() if power > 1}
     rows |= {f"maj@{k}": report.majority} if k > 1 else {}
-    lines = [(name, *_score_cells(estimate)) for name, estimate in rows.items()]
-    if report.reward is not None:  # without a bar, since rewards have no common scale
-        line = ("reward", f"{report.reward.value:.3f}", _interval(report.reward), "")
-        lines.insert(0 if reward_leads else len(lines), line)
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for name in ("", "score", "95 % interval", ""):
-        table.add_column(name, justify="right" if name else "left")
-    for place, line in enumerate(lines):
-        table.add_row(*line, style="" if place else "bold")
+    reward = {"reward": report.reward} if report.reward is not None else {}
+    table = Table("", box=box.SIMPLE_HEAD, pad_edge=False)
+    for name in ("score", "95 % interval"):
+        table.add_column(name, justify="right")
+    rows = reward | rows if reward_leads else rows | reward
+    for place, (name, value) in enumerate(rows.items()):
+        interval = "" if value.low is None else f"{value.low:.3f} to {value.high:.3f}"
+        table.add_row(name, f"{value.value:.3f}", interval, style="" if place else "bold")
     return table
 
 
 def _statistics(report: Report) -> Iterator[tuple[str, str]]:
-    right, wrong = (
-        "-" if value is None else f"{value:.1f}"
-        for value in (report.response_tokens_right, report.response_tokens_wrong)
-    )
+    both = report.response_tokens_right, report.response_tokens_wrong
+    right, wrong = ("-" if value is None else f"{value:.1f}" for value in both)
     yield "tokens", f"{report.response_tokens:.1f} on average: right {right}, wrong {wrong}"
     if report.turns is not None:
         yield "turns", f"{report.turns:.2f} of the policy on average"

@@ -39,17 +39,18 @@ def write_card(out: pathlib.Path, config: ExportConfig, run: dict[str, Any], ste
     defaults = {name: value for name, _, value in leaves(Config())}
     changed = {name: run[name] for name in defaults if run[name] != defaults[name]}
     shown = {name: without_path(name, value) for name, value in changed.items()}
+    names = [name for name in shown if shown[name] != run[name] and name != "run_dir"]
+    replaced = [f"{name}={shlex.quote(shown[name])}" for name in names]
     tables = json.dumps(unflatten_dict({**defaults, **shown}, sep="."), indent=2)
     (out / "run_config.json").write_text(tables, encoding="utf-8")
     is_adapter, rows = (
         config.weights == "adapter",
         read_rows(folder_at(config.run, "metrics.jsonl")),
     )
+    relation = "adapter" if is_adapter else "finetune"
     data = ModelCardData(
         base_model=config.base_model or None,
-        base_model_relation=("adapter" if is_adapter else "finetune")
-        if config.base_model
-        else None,
+        base_model_relation=relation if config.base_model else None,
         datasets=config.datasets.split(",") if config.datasets else None,
         license=config.license or None,
         library_name="peft" if is_adapter else "transformers",
@@ -68,7 +69,5 @@ def write_card(out: pathlib.Path, config: ExportConfig, run: dict[str, Any], ste
         settings=json.dumps(shown, indent=2, ensure_ascii=False),
         scores=[row for row in rows if "heldout_accuracy" in row and row["step"] <= step],
         columns=sorted(SCORES, key=lambda name: reward_leads(run) and "accuracy" in name),
-        replaced=[
-            f"{n}={shlex.quote(v)}" for n, v in shown.items() if v != run[n] and n != "run_dir"
-        ],
+        replaced=replaced,
     ).save(out / "README.md")

@@ -95,7 +95,7 @@ class Run:
             with components.progress.working(f"evaluating {len(self._heldout)} held-out problems"):
                 work = components, params, self._heldout, self.signals, {}
                 responses = heldout.sample_missing(*work, every_seconds=SHOWN_EVERY_SECONDS)
-            self.files.write_evaluation(self.state.step, responses)
+            self.files.send("on_evaluation", self.state.step, responses)
             values = heldout.score_responses(responses, components.config)
         return values | {"seconds_evaluation": clock.total()}, responses
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from dapo_jax.config.experiment import Config, Log
+from dapo_jax.config.experiment import Config
 from dapo_jax.run.console import Progress
 from dapo_jax.run.scores import ENVIRONMENT, POLICY, REFLECTION, Response
 from dapo_jax.runtime import processes, registry
@@ -116,17 +116,22 @@ class MetricRows(RunSink):
         self._file.flush()
 
 
-class RolloutFiles(RunSink):
-    """The files of rollouts/, a line per scored response, written in the background.
+class ResponseFiles(RunSink):
+    """The files of rollouts/ and evaluations/, a line per scored response.
 
-    Lines of the last `log.token_groups` trained groups have their tokens too.
+    Those of rollouts/ are written in the background; lines of the last `log.token_groups` trained
+    groups have their tokens too.
     """
 
-    def __init__(self, run_dir: Folder, log: Log, split: Split, storage: Storage):
-        self._folder = run_dir / "rollouts"
-        self._log = log
-        self._split = split
-        self._storage = storage
+    def __init__(self, run_dir: Folder, config: Config, split: Split, storage: Storage):
+        self._run_dir, self._folder = run_dir, run_dir / "rollouts"
+        self._config, self._log = config, config.log
+        self._split, self._storage = split, storage
+
+    def on_evaluation(self, step: int, responses: Sequence[Any]) -> None:
+        path = self._run_dir / "evaluations" / name_of_step(step)
+        lines = stamp(self._config, f"step {step}")
+        self._storage.attempt("evaluations/", lambda: write_responses(path, responses, lines))
 
     def on_rollouts(self, step: int, collected: CollectedGroups) -> None:
         self._storage.attempt_later("rollouts/", lambda: self._write(step, collected))
@@ -315,7 +320,7 @@ class RunFiles:
         if log.wandb or log.tensorboard:
             trackers = registry.feature("trackers")
             self.sinks += trackers.open_trackers(folder, config, rows, last_row, storage)
-        self.sinks += [RolloutFiles(folder, log, split, storage)] if log.rollouts else []
+        self.sinks += [ResponseFiles(folder, config, split, storage)] if log.rollouts else []
         self.sinks += [make(folder, config) for make in find_sinks(log.sinks)]
         self.sinks.append(StepLines(console, config.total_steps))
         settings = folder / CONFIG
@@ -347,14 +352,6 @@ class RunFiles:
         """Call a method of `RunSink` of all sinks."""
         for sink in self.sinks:
             getattr(sink, event)(*arguments)
-
-    def write_evaluation(self, step: int, responses: Sequence[Any]) -> None:
-        """Write evaluations/step_N.jsonl, and send the responses to all sinks."""
-        self.send("on_evaluation", step, responses)
-        if processes.is_first() and self._config.log.rollouts:
-            path = self.folder / "evaluations" / name_of_step(step)
-            lines = stamp(self._config, f"step {step}")
-            self._storage.attempt("evaluations/", lambda: write_responses(path, responses, lines))
 
     def write_summary(self, summary: dict[str, Any]) -> None:
         """Write summary.json, and send the summary to all sinks."""
