@@ -100,17 +100,12 @@ train(make_short_config(*sys.argv[1:]))
 def piped(base, tmp_path_factory):
     """A run whose output went to a pipe, with an empty cache: its folder, and what it said."""
     folder = tmp_path_factory.mktemp("piped")
-    return folder, *run_piped(base, folder)
-
-
-def run_piped(base, folder) -> tuple[str, str]:
-    """Standard output and error of a run; its cache is beside the folder."""
     done = forked.run(RUN, base, folder / "run", XLA_FLAGS=forked.one_device())
     assert done.returncode == 0, done.stderr
-    return done.stdout, done.stderr
+    return folder, done.stdout, done.stderr
 
 
-def test_a_pipe_gets_neither_codes_nor_live_lines(piped):
+def test_a_pipe_gets_neither_codes_nor_live_lines_but_names_of_what_is_compiled(piped):
     folder, out, err = piped
     out = out.replace(str(folder.parent), "")  # as long as pytest likes
     assert err == ""  # nothing of a third party either
@@ -119,6 +114,12 @@ def test_a_pipe_gets_neither_codes_nor_live_lines(piped):
     steps = [line for line in lines if line.startswith("step ")]
     assert len(steps) == 2 and max(map(len, lines)) <= 80, out
     assert not [line for line in lines if "groups kept" in line or "·" in line]
+    assert "loading " in out and "compiling the update (kept for later runs) ..." in out
+    assert not [name for name in PROGRAMS.values() if f"compiled {name} in " not in out]
+    rows = [json.loads(line) for line in (folder / "run/metrics.jsonl").read_text().splitlines()]
+    times = [row["time"] for row in rows]
+    assert times == sorted(times) and abs(times[-1] - time.time()) < 3600
+    assert all("time" not in row for row in read_rows(folder / "run")) and "time" in CLOCKED
 
 
 LONG = """
@@ -152,21 +153,6 @@ def test_a_closed_console_ends_nothing(reader, tmp_path):
     assert (tmp_path / "done").exists() and (tmp_path / "code").read_text() == "0\n"
     if not both:
         assert done.stderr == "an error's line\n"
-
-
-def test_loading_and_compiling_are_named_with_their_seconds(piped):
-    _, out, _ = piped
-    assert "loading " in out and "compiling the update (kept for later runs) ..." in out
-    missing = [one for one in PROGRAMS.values() if f"compiled {one} in " not in out]
-    assert not missing
-
-
-def test_rows_have_a_time_that_comparisons_leave_out(piped):
-    folder = piped[0] / "run"
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    times = [row["time"] for row in rows]
-    assert times == sorted(times) and abs(times[-1] - time.time()) < 3600
-    assert all("time" not in row for row in read_rows(folder)) and "time" in CLOCKED
 
 
 def test_a_finished_folder_says_so_and_what_to_do(piped, base, alone, capsys):

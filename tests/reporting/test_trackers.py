@@ -10,30 +10,26 @@ from dapo_jax.run import checks
 from dapo_jax.types.errors import ConfigError
 
 
-@pytest.mark.parametrize("project", ["a/b", "a:b", " a", "a" * 129])
-def test_names_that_wandb_rejects_stop_before_the_run(project):
-    with pytest.raises(ConfigError, match=r"config.log.wandb = .*: must be empty, or at most"):
-        checks.check(Config(log=Log(wandb=project)))
-
-
-def test_wandb_without_its_package_stops_before_the_run(monkeypatch, tmp_path):
-    log = Log(wandb="p")
-    check_trackers(Log())
-    monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(ConfigError, match=r"'p': must be empty .* pip install wandb"):
+@pytest.mark.parametrize(
+    ("log", "words"),
+    [(Log(wandb=project), "must be empty, or at most") for project in ("a/b", "a:b", " a")]
+    + [(Log(wandb="a" * 129), "must be empty, or at most")]
+    + [(Log(wandb="p"), "'p': must be empty .* pip install wandb")]
+    + [(Log(tensorboard=True), "= True: must be false .* pip install tensorboard")],
+)
+def test_names_and_missing_packages_stop_before_the_run(log, words, monkeypatch):
+    for package in ("wandb", "tensorboard"):
+        monkeypatch.setitem(sys.modules, package, None)
+    checks.check(Config())
+    with pytest.raises(ConfigError, match=words):
         checks.check(Config(log=log))
-    monkeypatch.delitem(sys.modules, "wandb")
-    (tmp_path / "wandb").mkdir()  # such as the folder of offline runs
+
+
+def test_a_folder_of_offline_runs_is_no_package(monkeypatch, tmp_path):
+    (tmp_path / "wandb").mkdir()
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
     with pytest.raises(ConfigError, match="must be empty without the package"):
-        check_trackers(log)
-
-
-def test_tensorboard_without_its_package_stops_before_the_run(monkeypatch):
-    monkeypatch.setitem(sys.modules, "tensorboard", None)
-    checks.check(Config())
-    with pytest.raises(ConfigError, match=r"= True: must be false .* pip install tensorboard"):
-        checks.check(Config(log=Log(tensorboard=True)))
+        check_trackers(Log(wandb="p"))
 
 
 def test_tensorboard_reads_the_rows(tmp_path):
