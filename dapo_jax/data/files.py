@@ -146,11 +146,6 @@ def _shortest(values: np.ndarray) -> np.ndarray:
     """
     if values.dtype == "M8[ns]":
         return values.astype("M8[us]")
-    if values.dtype == "bfloat16":  # numpy writes no texts of it
-        wide = values.astype(float)
-        texts = [np.vectorize(lambda x, n=n: float(f"{x:.{n}g}"))(wide) for n in range(1, 6)]
-        exact = [text.astype(values.dtype) == values for text in texts]
-        return np.select(exact, texts, wide)
     is_short = values.dtype.kind == "f" and values.dtype.itemsize < 8
     return values.astype(str).astype(float) if is_short else values
 

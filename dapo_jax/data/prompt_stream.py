@@ -34,13 +34,12 @@ def choose_examples(
 ) -> tuple[Problem, ...]:
     """Return `count` few-shot examples, worked ones first; raise `ConfigError` for too few."""
     rng = np.random.default_rng([seed, zlib.crc32(b"few_shot")])
-    ends = np.cumsum([len(source.problems) for source in sources])
+    parts = [grain.MapDataset.source(source.problems) for source in sources]
+    problems = grain.MapDataset.concatenate(parts)
     worked, others = [], []
     seen = set(heldout)
-    for place in rng.choice(ends[-1], min(EXAMPLE_CANDIDATES, ends[-1]), replace=False):
-        number = int(np.searchsorted(ends, place, side="right"))
-        problems = sources[number].problems
-        problem = problems[int(place - ends[number]) + len(problems)]
+    for place in rng.choice(len(problems), min(EXAMPLE_CANDIDATES, len(problems)), replace=False):
+        problem = present(problems[int(place)], "problem")
         if (problem.answer or problem.solution) and problem.fingerprint not in seen:
             seen.add(problem.fingerprint)
             (worked if problem.solution else others).append(problem)

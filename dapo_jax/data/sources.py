@@ -13,7 +13,7 @@ import math
 import pathlib
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from etils import epath
@@ -245,14 +245,6 @@ def read_rates(path: str) -> dict[str, float]:
         ) from None
 
 
-def within(
-    problems: Iterable[Problem], rates: dict[str, float], low: float, high: float
-) -> tuple[Problem, ...]:
-    """Return the problems with a known pass rate from `low` to `high`."""
-    rated = [(problem, rates.get(problem.digest, math.nan)) for problem in problems]
-    return tuple(problem for problem, rate in rated if low <= rate <= high)
-
-
 # --- the sources of a run -------------------------------------------------------------------------
 
 
@@ -408,7 +400,10 @@ class Sources:
                 same = f"{len(others):,} problems are left out: held-out ones have the same text"
                 messages += (f"{name}: {same}: {shown}",)
             if self._range:
-                rated = within(problems, self._rates, *self._range)
+                low, high = self._range
+                rates = [self._rates.get(problem.digest, math.nan) for problem in problems]
+                known = zip(problems, rates, strict=True)
+                rated = tuple(problem for problem, rate in known if low <= rate <= high)
                 counts["outside data.difficulty"] = len(problems) - len(rated)
                 allowed = f"a range with problems of {name}: none of {len(problems)} is in it"
                 require(bool(rated), "data.difficulty", self._data.difficulty, allowed)

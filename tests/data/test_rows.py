@@ -278,25 +278,9 @@ def test_an_object_as_answer_is_for_reward_functions_alone(answer):
         assert json.loads(problem.columns) == {"answer": answer}
 
 
-def test_other_answers_are_as_before():
-    for answer, text in (["1", 2], "1, 2"), ("$5$", "5"), (True, "true"), (None, ""), ([], ""):
-        problem = read_row({"question": "q", "answer": answer}, "set", 1, needs_answer=False)
-        assert (problem.answer, problem.columns) == (text, "")
-
-
 def stream(source: str, wanted=TESTS, **settings) -> PromptStream:
     data = Data(source=source, max_prompt_tokens=8, **settings)
     return PromptStream(data, 0, arithmetic_tokenizer(), columns=wanted)
-
-
-def test_prompts_have_the_columns_of_their_rows(tmp_path):
-    rows = [{"question": f"1+{i}=", "answer": 1 + i, "tests": [i]} for i in range(10)]
-    source = register_rows("data", rows)
-    prompts = stream(source, heldout_problems=3)
-    some = [next(prompts) for _ in range(7)] + prompts.heldout_prompts()
-    assert {p.text: json.loads(p.columns) for p in some} == {
-        row["question"]: {"tests": row["tests"]} for row in rows
-    }
 
 
 # --- rows of the program --------------------------------------------------------------------
@@ -339,6 +323,9 @@ def test_rows_of_the_program_are_read_as_those_of_a_file(kind, tmp_path):
     for _ in range(20):
         mine, other = next(given), next(file)
         assert (mine.id, mine.text, mine.columns) == (other.id, other.text, other.columns)
+        assert json.loads(mine.columns) == {"tests": [int(mine.text[2:-1])]}
+    held = {prompt.columns for prompt in given.heldout_prompts()}
+    assert held == {prompt.columns for prompt in file.heldout_prompts()} and "" not in held
     assert given.describe().startswith("rows in memory: 16 problems of 20 rows (4 held out)")
 
 

@@ -15,7 +15,6 @@ from dapo_jax.runtime.storage.models import model_path
 from dapo_jax.runtime.text_files import check_regular, read_json
 from dapo_jax.types.errors import ConfigError
 
-VOCAB_MULTIPLE = 32
 NO_PAD = -1  # pad_token_id in the first Llama folders: there is no such token
 BROKEN_CHARACTER = "\ufffd"
 CONTEXT_TOKENS = 32  # before a response; a character has fewer
@@ -127,11 +126,6 @@ class Tokenizer:
         texts = [stream.add([token]) for token in ids]
         texts[-1:] = [text + stream.rest() for text in texts[-1:]]
         return texts
-
-    @property
-    def padded_vocab(self) -> int:
-        """Size of the vocabulary, rounded up so that it can be sharded."""
-        return -(-self.backend.get_vocab_size() // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
 
     @classmethod
     def from_folder(cls, folder: str | pathlib.Path, field: str = "model.folder") -> "Tokenizer":

@@ -62,6 +62,7 @@ from dapo_jax.types.structs import CollectedGroups, Interrupted
 
 EVALUATIONS = 10  # of a run, on held-out examples
 METRICS = "metrics.jsonl"
+VOCAB_MULTIPLE = 32  # of a new policy, so that it can be sharded
 # Other libraries would otherwise take the end and pad tokens of the family.
 TOKENIZER_SETTINGS = {
     "tokenizer_class": "PreTrainedTokenizerFast",
@@ -108,7 +109,8 @@ def as_run(settings: Supervised) -> Config:
 def write_new_policy(settings: Any, folder: str) -> None:
     """Write the folder of a new policy of `architecture`, with the embedded task's tokenizer."""
     tokenizer, shape = arithmetic_tokenizer(), dataclasses.asdict(settings.architecture)
-    decoder = DecoderConfig(vocab=tokenizer.padded_vocab, **shape)
+    vocab = -(-tokenizer.backend.get_vocab_size() // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
+    decoder = DecoderConfig(vocab=vocab, **shape)
     params = unbox(init_params(decoder, jax.random.key(settings.seed)))
     save_folder(folder, params, decoder, tokenizer.end_ids)
     tokenizer.backend.save(f"{folder}/tokenizer.json")
