@@ -1,6 +1,5 @@
 """Saving of model folders in the Hugging Face layout; `load_huggingface.py` reads them."""
 
-import collections
 import functools
 import json
 import math
@@ -84,18 +83,14 @@ def save_tensors(tensors: dict[str, np.ndarray], path: pathlib.Path) -> None:
 
 
 def save_weights(
-    folder: pathlib.Path | None,  # None on processes that only help to gather the tensors
+    folder: pathlib.Path,
     leaves: Iterable[tuple[str, Layers]],
     config: DecoderConfig,
     dtype: str = "float32",
     max_shard_gb: float = 5.0,  # largest size of a file, in 10^9 bytes
 ) -> None:
     """Write the published tensors. Raises `NotFinite` if numbers overflow in `dtype`."""
-    tensors = published_tensors(leaves, config, dtype)
-    if folder is None:
-        collections.deque(tensors, maxlen=0)
-    else:
-        write_tensors(folder, tensors, max_shard_gb)
+    write_tensors(folder, published_tensors(leaves, config, dtype), max_shard_gb)
 
 
 def write_tensors(
@@ -145,15 +140,9 @@ def flatten(params: Any) -> Iterator[tuple[str, Layers]]:
 
 
 def save_folder(
-    folder: str | pathlib.Path | None, params: Any, config: DecoderConfig, end_ids: tuple[int, ...]
+    folder: str | pathlib.Path, params: Any, config: DecoderConfig, end_ids: tuple[int, ...]
 ) -> None:
-    """Write a new model folder: float32 weights, config.json and generation_config.json.
-
-    A process without a folder only helps to gather the weights.
-    """
-    if folder is None:
-        save_weights(None, flatten(params), config)
-        return
+    """Write a new model folder: float32 weights, config.json and generation_config.json."""
     folder = pathlib.Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     save_weights(folder, flatten(params), config)
@@ -164,7 +153,7 @@ def save_folder(
 
 
 def save_adapters(
-    folder: pathlib.Path | None,  # None on processes that only help to gather the tensors
+    folder: pathlib.Path,
     trained: Collection[str],  # paths of the parameters that `read` returns whole
     read: Callable[[str], Any],
     config: DecoderConfig,
@@ -177,8 +166,6 @@ def save_adapters(
         layer = layers_of(path, np.asarray(read(path), np.float32))
         for number, name in enumerate(peft_adapters.adapter_names(path, config)):
             tensors[name] = param_paths.to_published(path, layer(number), config)
-    if folder is None:
-        return
     save_tensors(tensors, folder / peft_adapters.WEIGHTS)
     alpha = adapters.alpha
     values = {

@@ -183,7 +183,6 @@ def export(
         with replace("out", adapter_folder(config.out), kind) as folder:
             save_huggingface.save_adapters(folder, trained, policy.read, decoder, base)
     with replace("out", config.out, kind) as folder:
-        folder = present(folder, "folder")  # the command runs in one process
         if merged:
             layers = policy_layers(trained, policy.read, decoder, source)
             save_huggingface.save_weights(folder, layers, decoder, dtype, config.max_shard_gb)
@@ -210,7 +209,6 @@ def _merge_adapters(config: ExportConfig) -> pathlib.Path:
     adapters = peft_adapters.read_adapters(config.run, decoder)
     dtype = load_huggingface.stored_dtype(source) if config.dtype == "auto" else config.dtype
     with replace("out", config.out, EXPORTED) as folder:
-        folder = present(folder, "folder")  # the command runs in one process
         layers = policy_layers(adapters, adapters.__getitem__, decoder, source)
         save_huggingface.save_weights(folder, layers, decoder, dtype, config.max_shard_gb)
         save_huggingface.save_settings_of(source, folder, dtype)

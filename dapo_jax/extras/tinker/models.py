@@ -307,7 +307,6 @@ class Operations:
         folder = self._store.checkpoint_folder(path)
         folder.parent.mkdir(parents=True, exist_ok=True)
         with replace("path", str(folder), EXPORTED) as new:
-            new = present(new, "folder")  # the server is one process
             if kind == "weights":
                 save_model(new / STATE_FILE, dataclasses.replace(model, gradient=None))
             else:

@@ -212,17 +212,12 @@ def try_bucket(folder: Folder, field: str, value: str) -> None:
 
 
 @contextlib.contextmanager
-def replace(field: str, value: str, kind: str) -> Iterator[pathlib.Path | None]:
+def replace(field: str, value: str, kind: str) -> Iterator[pathlib.Path]:
     """Yield an empty folder that replaces the named one when the block succeeds.
 
     The old folder stays until the new one is complete. Two renames exchange them; if the process is
-    killed between these, the next command puts the old folder back.
-
-    Yields None on processes other than the first, which write nothing.
+    killed between these, the next command puts the old folder back. Only one process calls it.
     """
-    if not processes.is_first():
-        yield None
-        return
     check_free(field, value, kind)
     target = _target(field, value, kind)
     new, old = target.beside("unfinished", UNFINISHED), target.beside("replaced", UNFINISHED)
