@@ -1,5 +1,6 @@
 """Leaving when asked to, also where something takes long; and what Ctrl-C leaves on the console."""
 
+import contextlib
 import pathlib
 import signal
 import subprocess
@@ -16,7 +17,6 @@ from dapo_jax.config.experiment import Environment, Reward
 from dapo_jax.extras.arithmetic import arithmetic_tokenizer
 from dapo_jax.rewards.pool import RewardPool
 from dapo_jax.rollout.environments.sessions import Environments
-from dapo_jax.runtime.workers.pickled_functions import register_function
 
 # A command that computes where no signal handler of Python's runs, as a compiler does.
 DEAF = """
@@ -133,28 +133,22 @@ def test_ctrl_c_while_a_command_loads_its_libraries_leaves_no_traceback(tmp_path
     assert child.returncode in (-signal.SIGINT, 130, 0) and "Traceback" not in said
 
 
-def reward_of(function) -> str:
-    name = register_function(function, False, reserved=[])
-    pool = RewardPool(Reward(parts=f"{name}=1", timeout_seconds=60.0))
-    try:
+def reward_of(name: str) -> str:
+    with contextlib.closing(RewardPool(Reward(parts=f"{name}=1", timeout_seconds=60.0))) as pool:
         (verdict,) = ask(pool, [("r", "7")])
-        return children.ENDED if verdict.parts[name] == 1 else str(verdict)
-    finally:
-        pool.close()
+        return children.ENDED if verdict.parts[name] == 1 and not pool.kills else str(verdict)
 
 
 def reply_of(turn: str, **settings) -> str:
     settings = Environment(workers=1, max_observation_tokens=2000, step_seconds=60.0, **settings)
-    environments = Environments(settings, arithmetic_tokenizer(), chat=False)
-    try:
-        (reply,) = environments.steps([environments.submit(make_prompt(0, [3, 4]), 7, [turn], [])])
+    with contextlib.closing(Environments(settings, arithmetic_tokenizer(), chat=False)) as opened:
+        (reply,) = opened.steps([opened.submit(make_prompt(0, [3, 4]), 7, [turn], [])])
         return reply.text
-    finally:
-        environments.close()
 
 
 USER_CODE = {
-    "reward": lambda: reward_of(children.score),
+    "reward": lambda: reward_of("children:score"),
+    "reward that sends its worker signals": lambda: reward_of("children:send"),
     "environment": lambda: reply_of("1", name="children:Ending"),
     "tool": lambda: reply_of('{"name": "tool", "arguments": {}}', tools="children:tool"),
 }
@@ -162,14 +156,5 @@ USER_CODE = {
 
 @pytest.mark.filterwarnings("ignore:os.fork:RuntimeWarning")
 @pytest.mark.parametrize("kind", USER_CODE)
-def test_user_code_can_end_its_children(kind, alone):
+def test_user_code_can_end_its_children_and_its_worker_survives(kind, alone):
     assert USER_CODE[kind]() == children.ENDED
-
-
-def test_a_worker_survives_signals_that_end_its_children():
-    pool = RewardPool(Reward(parts="children:send=1", timeout_seconds=60.0))
-    try:
-        (verdict,) = ask(pool, [("r", "7")])
-    finally:
-        pool.close()
-    assert verdict.failure is None and pool.kills == 0
