@@ -1,1 +1,1 @@
-"""Storage: retries, output folders with their locks, JSON lines."""
+"""Files, output folders with their locks, and model folders; local, or in a bucket."""

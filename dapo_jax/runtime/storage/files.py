@@ -232,7 +232,7 @@ class AppendFile:
             self.flush()
 
     def flush(self) -> None:
-        """Write what waits, completely or not at all."""
+        """Write what waits; readers skip the part of a line that a failed write leaves."""
         if self._waiting:
             self._storage.attempt(self._what, self._write)
 
@@ -246,9 +246,8 @@ class AppendFile:
                 self._content = self.path.read_bytes() if self.path.exists() else b""
             self.path.write_bytes(self._content + self._waiting)
             self._content += self._waiting
-            if self._rarely:
-                ended = time.monotonic()
-                self._next_write = ended + (ended - started) / MAX_TIME_FRACTION
+            ended = time.monotonic()
+            self._next_write = ended + (ended - started) / MAX_TIME_FRACTION
         self._waiting, self._valid_bytes = b"", -1
 
     def _extend(self, path: pathlib.Path) -> None:
@@ -257,14 +256,9 @@ class AppendFile:
             if self._valid_bytes >= 0:  # a failed write may have left a part
                 file.truncate(min(file.tell(), self._valid_bytes))
             self._valid_bytes = file.seek(0, os.SEEK_END)
-            try:
-                while content:  # a full disk may take a part first
-                    content = content[file.write(content) :]
-                os.fsync(file.fileno())
-            except OSError:
-                with contextlib.suppress(OSError):
-                    file.truncate(self._valid_bytes)
-                raise
+            while content:  # a full disk may take a part first
+                content = content[file.write(content) :]
+            os.fsync(file.fileno())
 
 
 # --- writes that may fail ---------------------------------------------------------------------
