@@ -1,9 +1,11 @@
 """What a run finds when it goes on: its rows, its rollouts, its data, its own code."""
 
 import dataclasses
+import errno
 import json
 import os
 import pathlib
+from unittest import mock
 
 import pytest
 from small_runs import make_quick_config, open_run
@@ -14,7 +16,7 @@ from dapo_jax.run.evaluate import ResponseFile
 from dapo_jax.run.identity import check_same_run, run_identity
 from dapo_jax.run.run import finished
 from dapo_jax.run.sinks import MetricRows, read_rows
-from dapo_jax.runtime.storage.files import Storage, rewind, write_text
+from dapo_jax.runtime.storage.files import AppendFile, Storage, rewind, write_text
 from dapo_jax.types.errors import ConfigError
 
 # --- metrics.jsonl -----------------------------------------------------------------------------
@@ -50,6 +52,16 @@ def test_rows_of_an_outage_are_written_when_it_has_ended(end, tmp_path, monkeypa
         writer.on_row(2, {})
     end(writer)
     assert [line["step"] for line in read_rows(tmp_path / "metrics.jsonl")] == [1, 2]
+
+
+def test_what_a_failed_append_wrote_is_not_there_twice(tmp_path, monkeypatch):
+    file = AppendFile(tmp_path / "a", Storage(lambda text: None))
+    file.append(b"1\n")
+    with monkeypatch.context() as full:
+        full.setattr(os, "fsync", mock.Mock(side_effect=OSError(errno.ENOSPC, "full")))
+        file.append(b"2\n")
+    file.append(b"3\n")
+    assert file.path.read_text() == "1\n2\n3\n"
 
 
 def test_content_is_on_the_disk_before_its_name_is(tmp_path, monkeypatch):
