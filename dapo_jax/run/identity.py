@@ -90,7 +90,7 @@ def may_change(name: str, settings: dict[str, Any]) -> bool:
     if (field := fields(Config).get(name)) is None:
         return False  # the strictest for other entries of a checkpoint
     allowed = field.metadata["may_change"]
-    return allowed(settings) if callable(allowed) else allowed
+    return bool(allowed(settings) if callable(allowed) else allowed)
 
 
 def with_defaults(settings: dict[str, Any]) -> dict[str, Any]:
