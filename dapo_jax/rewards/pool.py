@@ -55,7 +55,7 @@ class BatchScorer:
     def __init__(self, pool: WorkerPool, threads: int, together: int, answer: Callable):
         self._pool, self._threads, self._together, self._answer = pool, threads, together, answer
         self._queue: collections.deque[tuple[Any, asyncio.Future]] = collections.deque()
-        self._busy = set[asyncio.Task]()  # one per thread
+        self._busy = set[asyncio.Task | None]()  # one per thread
 
     async def score(self, calls: Sequence[Any]) -> list[Any]:
         """Return the replies to calls."""
@@ -63,21 +63,22 @@ class BatchScorer:
         jobs = [(call, loop.create_future()) for call in calls]
         self._queue.extend(jobs)
         for _ in range(min(len(jobs), self._threads - len(self._busy))):
-            task = loop.create_task(self._empty_queue())
-            self._busy.add(task)
-            task.add_done_callback(self._busy.discard)
+            self._busy.add(loop.create_task(self._empty_queue()))
         return await asyncio.gather(*(reply for _, reply in jobs))
 
     async def _empty_queue(self) -> None:
-        while self._queue:
-            share = math.ceil(len(self._queue) / self._threads)
-            jobs = [self._queue.popleft() for _ in range(min(share, self._together))]
-            jobs = [(call, reply) for call, reply in jobs if not reply.cancelled()]
-            calls = [call for call, _ in jobs]
-            values = calls and await asyncio.wrap_future(self._pool.submit(self._answer, calls))
-            for (_, reply), value in zip(jobs, values, strict=True):
-                if not reply.cancelled():
-                    reply.set_result(value)
+        try:
+            while self._queue:
+                share = math.ceil(len(self._queue) / self._threads)
+                jobs = [self._queue.popleft() for _ in range(min(share, self._together))]
+                jobs = [(call, reply) for call, reply in jobs if not reply.cancelled()]
+                calls = [call for call, _ in jobs]
+                values = calls and await asyncio.wrap_future(self._pool.submit(self._answer, calls))
+                for (_, reply), value in zip(jobs, values, strict=True):
+                    if not reply.cancelled():
+                        reply.set_result(value)
+        finally:  # at once: a callback would run after a `score` that then waits for ever
+            self._busy.discard(asyncio.current_task())
 
 
 class ProcessScorer:

@@ -1,19 +1,24 @@
 """Injected failures: each is typed, and costs its own response only."""
 
+import asyncio
 import contextlib
 import os
 import signal
 import sys
 import threading
+from concurrent import futures
+from typing import Any
+from unittest import mock
 
 import numpy as np
+import pytest
 from conftest import make_completion, make_prompt
 from scored import ask, judge_groups, say
 
 from dapo_jax.config.experiment import Config, Reward
 from dapo_jax.extras.math import algebra_process
 from dapo_jax.rewards.group_rewards import reward_group
-from dapo_jax.rewards.pool import RewardPool
+from dapo_jax.rewards.pool import BatchScorer, RewardPool
 from dapo_jax.runtime.workers import parent as process_module
 from dapo_jax.types.structs import SLOW, Outcome
 
@@ -172,3 +177,23 @@ def test_a_verdict_that_nothing_reads_fails_without_harm(write_module, monkeypat
     with contextlib.closing(RewardPool(reward)) as pool:
         (verdict,) = ask(pool, [("verifier_kill #### 7", "7")])
     assert verdict.failure is None and verdict.parts["fragile_parts:fragile"] == 2.0
+
+
+@pytest.mark.parametrize("turns", range(6))
+def test_calls_that_come_as_a_task_ends_are_answered(turns):
+    """In any turn of the event loop after the reply to earlier ones."""
+
+    async def score() -> list:
+        replies = [futures.Future[list](), futures.Future[list]()]
+        pool: Any = mock.Mock(submit=mock.Mock(side_effect=replies))
+        scorer = BatchScorer(pool, 1, 1, list)
+        first = asyncio.create_task(scorer.score(["a"]))
+        await asyncio.sleep(0.01)
+        replies[1].set_result(["of b"])
+        replies[0].set_result(["of a"])
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        second = asyncio.create_task(scorer.score(["b"]))
+        return [await first, await asyncio.wait_for(second, 1.0)]
+
+    assert asyncio.run(score()) == [["of a"], ["of b"]]
