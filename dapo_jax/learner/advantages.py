@@ -192,12 +192,12 @@ def gather_feedback(
     penalties: Float[np.ndarray, "*M R T"] | None = None,
     log_ratios: Float[np.ndarray, "*M R T"] | None = None,
     trained: Bool[np.ndarray, "*M R T"] | None = None,
-    **known: np.ndarray | None,
+    **others: np.ndarray | None,
 ) -> Feedback:
     """Make a `Feedback` from rewards per response and penalties per token.
 
     `earned_by_tokens` is the part of `earned` assigned to tokens; the last token gets the rest.
-    Values outside the responses are ignored. `known` are the remaining fields of `Feedback`.
+    Values outside the responses are ignored. `others` are the remaining fields of `Feedback`.
     """
     on = response_index >= 0
     rewards = earned
@@ -207,8 +207,8 @@ def gather_feedback(
         rewards = earned - _sum_over_responses(penalties, response_index, len(earned))
     if log_ratios is not None:
         sums = _sum_over_responses(log_ratios, response_index, len(earned))
-        known["reference_log_ratios"] = sums
-    fields: dict[str, Any] = {"trained": on if trained is None else trained, **known}
+        others["reference_log_ratios"] = sums
+    fields: dict[str, Any] = {"trained": on if trained is None else trained, **others}
     feedback = Feedback(response_index, rewards=rewards, token_rewards=token_rewards, **fields)
     rest = earned
     if earned_by_tokens is not None:

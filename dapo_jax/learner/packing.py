@@ -275,10 +275,10 @@ def choose_rows(
     return best
 
 
-def fill(rollouts: PackedRows, used: Sequence[int]) -> float:
+def fill(rollouts: PackedRows, microbatches: Sequence[int]) -> float:
     """Return the fraction of tokens that are not padding, in microbatches that are not empty."""
     segment_ids = np.asarray(rollouts.segment_ids)
-    return float((segment_ids > 0).sum() / (sum(used) * math.prod(segment_ids.shape[2:])))
+    return float((segment_ids > 0).sum() / (sum(microbatches) * math.prod(segment_ids.shape[2:])))
 
 
 def pack_updates(

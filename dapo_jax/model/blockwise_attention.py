@@ -231,8 +231,8 @@ def _keep(queries, keys, values, ids, sinks, span):
     return mixed, (arrays, span, mixed, log_total)
 
 
-def _gradients(kept, upstream):
-    arrays, span, mixed, log_total = kept
+def _gradients(residuals, upstream):
+    arrays, span, mixed, log_total = residuals
     queries, keys, values, ids, sinks = arrays
     blocks = _blocks(queries, keys, values, ids, sinks, span.first)
     kv_heads, size, length = keys.shape[2], blocks.keys.shape[3], keys.shape[1]

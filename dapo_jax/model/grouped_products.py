@@ -32,8 +32,8 @@ def _forward(rows: Array, matrices: Array, sizes: Array) -> tuple[Array, tuple]:
     return grouped_product(rows, matrices, sizes), (rows, matrices, sizes)
 
 
-def _backward(kept: tuple, gradient: Array) -> tuple[Array, Array, None]:
-    rows, matrices, sizes = kept
+def _backward(residuals: tuple, gradient: Array) -> tuple[Array, Array, None]:
+    rows, matrices, sizes = residuals
     by_rows = grouped_product(gradient, matrices.swapaxes(1, 2), sizes)
     grouped = jnp.arange(len(rows)) < sizes.sum()
     by_rows = jnp.where(grouped[:, None], by_rows, 0)  # undefined rows are summed later

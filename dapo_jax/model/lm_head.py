@@ -308,8 +308,8 @@ def _keep(hidden, head, targets, needed, scale, chunk_tokens, edges):
     return _run((hidden, head, targets, needed, edges), scale, chunk_tokens, keeps=fits)
 
 
-def _gradients(scale, chunk_tokens, kept, upstream):
-    arrays, rows, logits = kept[:5], (*kept[5:9], *upstream), kept[9:]
+def _gradients(scale, chunk_tokens, residuals, upstream):
+    arrays, rows, logits = residuals[:5], (*residuals[5:9], *upstream), residuals[9:]
     with jax.named_scope("head"):
         takes = "hwrrr" + "r" * len(rows) + "l" * len(logits)
         run = sharded(_backward, takes, "hw", scale, chunk_tokens)

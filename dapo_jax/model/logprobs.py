@@ -25,16 +25,6 @@ class Rows(NamedTuple):
     prompt_ids: Int[Array, "R T"] | None = None  # segment of the prompt that a token attends to too
 
 
-def token_logprobs(
-    params: Any, config: DecoderConfig, rows: Rows, *, temperature: float, chunk_tokens: int
-) -> tuple[Float[Array, "R T"], Float[Array, "R T"]]:
-    """Return log p(tokens[t] | tokens[<t]) and the entropy of its distribution, at t; float32."""
-    hidden, _ = hidden_states(params, config, rows)
-    scale = Scale(temperature, config.logit_cap)
-    needed = jnp.ones(rows.tokens.shape, bool)
-    return logprobs_of(params, hidden, rows.tokens, needed, scale, chunk_tokens)
-
-
 def hidden_states(
     params: Any, config: DecoderConfig, rows: Rows, record: Collection[str] = ()
 ) -> tuple[Float[Array, "R T D"], RouterRecords]:
@@ -61,7 +51,7 @@ def logprobs_of(
     chunk_tokens: int,
     edges: Float[Array, "R T"] | None = None,  # see `head_logprobs`
 ) -> tuple[Float[Array, "R T"], Float[Array, "R T"]]:
-    """Return log-probs and entropies as `token_logprobs`, from the final hidden states.
+    """Return log p(tokens[t] | tokens[<t]) and the entropy of its distribution, at t; float32.
 
     Those of tokens that are not needed are 0; products with the head are left out for them.
     """

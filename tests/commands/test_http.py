@@ -13,6 +13,7 @@ import numpy as np
 import openai
 import pytest
 from conftest import make_prompt
+from learners import token_logprobs
 from row_files import read_table
 from served import (
     BUDGET,
@@ -30,7 +31,7 @@ from dapo_jax.data.prompts.templates import ChatTemplate
 from dapo_jax.data.prompts.tokenizer import Tokenizer
 from dapo_jax.extras.serve import policy, responses
 from dapo_jax.extras.serve.logprobs import CHUNK_TOKENS, Scorer
-from dapo_jax.model.logprobs import Rows, token_logprobs
+from dapo_jax.model.logprobs import Rows
 from dapo_jax.rollout.requests import Reader
 from dapo_jax.runtime.tool_calls import read_calls
 from dapo_jax.types.structs import Request, Stop
@@ -277,9 +278,8 @@ def row_logprobs(params: dict, row: jax.Array, length: int) -> jax.Array:
     """Of a row whose last tokens may be padding: few widths compile."""
     positions = jnp.arange(row.size)[None]
     segments = (positions < length).astype(jnp.int32)
-    options = {"temperature": 1.0, "chunk_tokens": 64}
     rows = Rows(row[None], segments, positions)
-    return token_logprobs(params, BYTES_DECODER, rows, **options)[0][0]
+    return token_logprobs(params, BYTES_DECODER, rows, chunk_tokens=64)[0][0]
 
 
 def logprobs_of(ids: list[int]) -> np.ndarray:

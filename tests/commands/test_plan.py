@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from command_lines import RL, ROOT, load, run_shown
 from hlo_arrays import instructions, looped_collectives
+from learners import token_logprobs
 from row_files import read_table
 
 from dapo_jax.config.experiment import Config
@@ -35,7 +36,7 @@ from dapo_jax.extras.plan.programs import (
 )
 from dapo_jax.extras.plan.published_shapes import NAMES, config_values, read_shape
 from dapo_jax.model.decoder import abstract_params
-from dapo_jax.model.logprobs import Rows, token_logprobs
+from dapo_jax.model.logprobs import Rows
 from dapo_jax.run import checks
 from dapo_jax.runtime import sharding
 from dapo_jax.runtime.sharding import unbox
@@ -307,9 +308,8 @@ def test_operations_of_a_small_policy_are_those_that_xla_counts():
     params = unbox(abstract_params(decoder))
 
     def forward(params, tokens, segments, positions):
-        return token_logprobs(
-            params, decoder, Rows(tokens, segments, positions), temperature=1.0, chunk_tokens=80
-        )[0]
+        rows = Rows(tokens, segments, positions)
+        return token_logprobs(params, decoder, rows, chunk_tokens=80)[0]
 
     whole = jax.ShapeDtypeStruct((1, 80), np.int32)
     counted = jax.jit(forward).lower(params, whole, whole, whole).compile().cost_analysis()

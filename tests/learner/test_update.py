@@ -19,6 +19,7 @@ from learners import (
     make_learner,
     make_segments,
     place,
+    token_logprobs,
 )
 
 from dapo_jax import algorithms
@@ -35,7 +36,7 @@ from dapo_jax.learner.packing import (
 )
 from dapo_jax.learner.policy import EDGES
 from dapo_jax.learner.update import learning_rate
-from dapo_jax.model.logprobs import Rows, token_logprobs
+from dapo_jax.model.logprobs import Rows
 from dapo_jax.runtime import sharding
 
 
@@ -50,7 +51,7 @@ def loop_loss(params, algorithm):
     tokens = jnp.stack([np.pad(row, (0, 24 - len(row))) for row in whole])
     segments = jnp.stack([np.arange(24) < len(row) for row in whole]).astype(jnp.int32)
     rows = Rows(tokens, segments, jnp.broadcast_to(jnp.arange(24), tokens.shape))
-    every = token_logprobs(params, TINY, rows, temperature=1.0, chunk_tokens=10**6)[0]
+    every = token_logprobs(params, TINY, rows)[0]
     for segment, own, advantage in zip(SEGMENTS, every, ADVANTAGES, strict=True):
         prompt, response = segment.prompt.tokens, segment.completion.tokens
         if len(response) == 0 or (segment.completion.truncated and algorithm.overlong_filtering):

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import scipy.stats
 from conftest import TINY
+from learners import token_logprobs
 from samplers import (
     GREEDY,
     PROMPTS,
@@ -26,7 +27,7 @@ from dapo_jax.config.experiment import Sampler
 from dapo_jax.model.caches import KVCache, PageCache
 from dapo_jax.model.decode_attention import in_ring
 from dapo_jax.model.decoder import init_params
-from dapo_jax.model.logprobs import Rows, token_logprobs
+from dapo_jax.model.logprobs import Rows
 from dapo_jax.rollout.proposals import propose
 from dapo_jax.rollout.sampling import (
     SamplingRules,

@@ -13,7 +13,8 @@ from dapo_jax.learner.batches import ScoredBatch
 from dapo_jax.learner.packing import Segment, pack
 from dapo_jax.learner.policy import PolicySettings, policy_learner
 from dapo_jax.learner.update import Learner
-from dapo_jax.model.logprobs import Rows, token_logprobs
+from dapo_jax.model.lm_head import Scale
+from dapo_jax.model.logprobs import Rows, hidden_states, logprobs_of
 from dapo_jax.runtime.kept_programs import keep
 from dapo_jax.types.structs import Completion
 
@@ -66,10 +67,16 @@ def place(params, learner):
     return jax.device_put(params, learner.shardings.params)
 
 
+def token_logprobs(params, config, rows: Rows, *, temperature=1.0, chunk_tokens=10**6):
+    """Return log-probs and entropies of all tokens."""
+    hidden, _ = hidden_states(params, config, rows)
+    scale, needed = Scale(temperature, config.logit_cap), jnp.ones(rows.tokens.shape, bool)
+    return logprobs_of(params, hidden, rows.tokens, needed, scale, chunk_tokens)
+
+
 @jax.jit
 def logprobs_alone(params, row, length):
     """Return log-probs of a response and its prompt in a row, padded to compile once."""
     place = jnp.arange(row.shape[0])[None]
     segment = (place < length).astype(jnp.int32)
-    options = {"temperature": 1.0, "chunk_tokens": 10**6}
-    return token_logprobs(params, TINY, Rows(row[None], segment, place), **options)[0][0]
+    return token_logprobs(params, TINY, Rows(row[None], segment, place))[0][0]

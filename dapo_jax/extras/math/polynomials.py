@@ -104,15 +104,15 @@ def _size(poly: Poly) -> int:
     return 1 + sum(1 + (c.p.bit_length() + c.q.bit_length()) // 64 for c in poly.coeffs())
 
 
-def same_rational(mine: Tree, gold: Tree, budget: Budget) -> bool | None:
+def same_rational(given: Tree, gold: Tree, budget: Budget) -> bool | None:
     """Test two rational functions for equality; None if one is no such function, or too large."""
-    given = int(budget.left) // SHARE
-    share = Budget(given)
+    units = int(budget.left) // SHARE
+    share = Budget(units)
     try:
         field = RationalFunctions(share)
-        (a, b), (c, d) = field.read(mine), field.read(gold)
+        (a, b), (c, d) = field.read(given), field.read(gold)
         return field.times(a, d) == field.times(c, b)
     except Undecided:
         return None
     finally:
-        budget.spend(given - max(0, share.left))
+        budget.spend(units - max(0, share.left))

@@ -27,23 +27,23 @@ MAX_UNUSUAL = 4
 _BELOW = 1_997  # a prime, so that no point is a zero that someone would write
 
 
-def whole_letters(mine: Tree, gold: Tree, given: frozenset[str] = frozenset()) -> frozenset[str]:
-    """Return letters for integers: given ones, and those of gold's factorials, sums and (-1)^n.
+def whole_letters(given: Tree, gold: Tree, letters: frozenset[str] = frozenset()) -> frozenset[str]:
+    """Return letters for integers: `letters`, and those of gold's factorials, sums and (-1)^n.
 
     Those of an answer's own factorials count where gold has nothing that vanishes at integers.
     """
     oscillates = any(node.kind in _OSCILLATING for node in nodes(gold))
-    for tree in (gold,) if oscillates else (gold, mine):
+    for tree in (gold,) if oscillates else (gold, given):
         for node in nodes(tree):
             parts = node.parts if node.kind in _OF_WHOLE else ()
             if node.kind == "power" and node.parts[0].kind == "number":
                 parts = node.parts[1:] if node.parts[0].value < 0 else ()
-            given |= set().union(*map(symbols, parts))
-    return given
+            letters |= set().union(*map(symbols, parts))
+    return letters
 
 
 def sample_points(
-    mine: Tree, gold: Tree, whole: frozenset[str] = frozenset()
+    given: Tree, gold: Tree, whole: frozenset[str] = frozenset()
 ) -> Iterator[tuple[Point, bool]]:
     """Yield the points to compare expressions at, and whether all their letters are integers.
 
@@ -51,7 +51,7 @@ def sample_points(
     2^-60 to 2^100 and near the expressions' own constants. Integers lie on both sides of each
     other and are multiples of the expressions' own numbers too.
     """
-    both = (mine, gold)
+    both = (given, gold)
     names = sorted(set().union(*map(symbols, both)), key=lambda name: (name.lower(), name))
     kinds = {node.kind for tree in both for node in nodes(tree)}
     if not names:
@@ -60,7 +60,7 @@ def sample_points(
     rng = random.Random(hashlib.blake2b(repr(both).encode(), digest_size=8).digest())
     numbers = [node.value for tree in both for node in nodes(tree) if node.kind == "number"]
     largest = _LARGEST_OF_SUMS if kinds & {"total", "times"} else _LARGEST
-    magnitudes = _magnitudes(rng, numbers, is_many=has_corners(mine, gold))
+    magnitudes = _magnitudes(rng, numbers, is_many=has_corners(given, gold))
     for i, magnitude in enumerate(() if whole.issuperset(names) else magnitudes):
         point = {VARIANT: number(i)}
         for name in names:
