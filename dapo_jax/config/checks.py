@@ -74,7 +74,6 @@ old_logprobs=sampler|interpolate -> router_replay!=old: there is no forward pass
 old_logprobs=interpolate -> covariance=none kl!=reward trained_responses!=pairs: nothing is scored
 old_logprobs=interpolate -> distillation!=reverse|evidence: nothing is scored
 old_logprobs=sampler rejection!=none -> rejection_of=new: the sampler is the policy before the step
-kl=none -> kl_coefficient=0
 kl!=none -> kl_coefficient>0
 kl!=none kl_to=reference -> reference=true: the KL is to it
 kl=none advantage!=preference -> reference=false: nothing reads it
@@ -123,7 +122,7 @@ ratio=none -> weight
 ratio=none weight=ratio -> weight_low weight_high
 weight!=sapo|gamma -> decay_positive decay_negative
 weight!=gamma -> power_positive power_negative
-kl=none -> kl_estimator
+kl=none -> kl_estimator kl_coefficient
 kl!=loss -> kl_to kl_importance
 distillation=none -> distillation_coefficient
 distillation!=evidence -> distillation_clip

@@ -138,27 +138,24 @@ def _read_section(field: dataclasses.Field, value: Any, name: str) -> Any:
     """Return the section that a value is: itself, a dictionary of settings, or a preset's name."""
     kind: Any = field.type
     if isinstance(value, dict):
-        return _fill(field.default_factory(), value, f"{name}.")  # type: ignore[operator]
+        return from_dict(field.default_factory, value, f"{name}.")  # type: ignore[arg-type]
     if isinstance(value, str) and hasattr(kind, "preset"):
         return kind.preset(value)
     require(isinstance(value, kind), name, value, f"a table of settings, or {kind.__name__}(...)")
     return value
 
 
-def _fill(section: T, values: Mapping[str, Any], prefix: str = "") -> T:
-    for name, value in values.items():
-        field = _find(type(section), str(name), f"config.{prefix}".rstrip("."))
-        if field.default is dataclasses.MISSING:
-            value = _read_section(field, value, f"{prefix}{name}")
-        setattr(section, name, value)
-    return section
-
-
-def from_dict(kind: Callable[[], T], values: Any) -> T:
+def from_dict(kind: Callable[[], T], values: Any, prefix: str = "") -> T:
     """Return a config with the values of nested dictionaries, and defaults for the rest."""
     if not isinstance(values, dict):
         raise ConfigError(f"{values!r}: must be a table of settings")
-    return _fill(kind(), values)
+    made = kind()
+    for name, value in values.items():
+        field = _find(type(made), str(name), f"config.{prefix}".rstrip("."))
+        if field.default is dataclasses.MISSING:
+            value = _read_section(field, value, f"{prefix}{name}")
+        setattr(made, name, value)
+    return made
 
 
 @functools.cache

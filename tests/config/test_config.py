@@ -1,7 +1,6 @@
 """Bad settings stop a command and say what is allowed; configs by name or file; help; rates."""
 
 import dataclasses
-import re
 import shutil
 import subprocess
 import sys
@@ -15,7 +14,6 @@ from dapo_jax.commands import api
 from dapo_jax.config.algorithms import preset
 from dapo_jax.config.experiment import Config, Lora, Optimizer
 from dapo_jax.config.files import config_for_folder, read_config, shipped_configs
-from dapo_jax.config.foreign_names import replacements, settings_by_argument
 from dapo_jax.config.rates import choose_rates
 from dapo_jax.config.settings import leaves
 from dapo_jax.extras.serve.settings import ServeConfig
@@ -328,50 +326,3 @@ def test_a_fixed_rate_far_from_the_usual_one_is_a_warning(rate, words):
     chosen, (line,), warnings = choose_rates(config, 600_000, 20)
     assert chosen.optimizer.learning_rate == rate and "warmup_steps = 2" in line
     assert len(warnings) == bool(words) and all(words in text for text in warnings)
-
-
-# --- arguments of TRL and verl ----------------------------------------------------------------
-
-KNOWN = {name for name, _, _ in leaves(Config())}
-KNOWN |= {name.rpartition(".")[0] for name in KNOWN} - {""}
-SETTINGS = settings_by_argument()
-SUPERVISED = ("## SFTConfig", "## DPOConfig")
-
-
-def replaced(page: str) -> list[tuple[str, set[str]]]:
-    """Return the arguments of a page's tables, each with the settings of its row."""
-    pairs = []
-    text = (ROOT / f"docs/{page}.md").read_text(encoding="utf-8")
-    for section in re.split(r"^(?=## )", text, flags=re.MULTILINE):
-        for line in section.splitlines() if not section.startswith(SUPERVISED) else ():
-            cells = line.split("|") if line.startswith("| ") else ["", "", ""]
-            ours = {code.partition("=")[0] for code in re.findall("`([^`]+)`", cells[2])} & KNOWN
-            names = re.findall("`([a-z_0-9.]+)[=`]", cells[1])
-            pairs += [(name, ours) for name in names if ours and re.search("[._]", name)]
-    return pairs
-
-
-@pytest.mark.parametrize("page", ["from_trl", "from_verl"])
-def test_every_argument_of_the_tables_leads_to_a_setting_of_its_row(page):
-    pairs = replaced(page)
-    assert len(pairs) > 50
-    rows: dict[str, set[str]] = {}
-    for name, ours in pairs:
-        rows.setdefault(name, set()).update(ours)
-    missing = {n for n in rows if n not in SETTINGS} - {"grpo_passk", "dppo_kl"}  # values
-    wrong = {
-        n: (SETTINGS[n], ours)
-        for n, ours in rows.items()
-        if n in SETTINGS and not set(SETTINGS[n].split(", ")) <= ours
-    }
-    assert not missing and not wrong
-
-
-def test_every_setting_of_the_table_exists():
-    assert {name for settings in SETTINGS.values() for name in settings.split(", ")} <= KNOWN
-
-
-def test_the_last_part_of_a_name_is_enough():
-    assert replacements("clip_ratio_high") == ["algorithm.clip_high"]
-    assert replacements("training_args.learning_rate") == ["optimizer.learning_rate"]
-    assert replacements("nothing") == replacements("model.path") == []  # several end in path

@@ -8,6 +8,7 @@ from shown_commands import ROOT
 
 from dapo_jax.config.algorithms import PRESETS
 from dapo_jax.config.experiment import Config
+from dapo_jax.config.foreign_names import replacements, settings_by_argument
 from dapo_jax.config.settings import allowed_values, fields, leaves
 from dapo_jax.extras.sft.settings import DpoConfig, SftConfig
 from dapo_jax.types.rules import Choices
@@ -64,3 +65,32 @@ def test_every_argument_of_trl_is_in_a_table_or_named_as_absent(config, version,
     assert version == re.search(r"TRL ([\d.]+\d)", TRL)[1]
     assert not [name for name in listed if name not in first | absent]
     assert not [name for name in listed if name in first & absent]
+
+
+# --- hints about their arguments -----------------------------------------------------------------
+
+SETTINGS = settings_by_argument()
+KNOWN = {*fields(Config)} | {name.rpartition(".")[0] for name in fields(Config)} - {""}
+
+
+@pytest.mark.parametrize("page", [TRL, VERL], ids=["trl", "verl"])
+def test_every_argument_of_the_tables_leads_to_a_setting_of_its_row(page):
+    rows: dict[str, set[str]] = {}
+    tables = [text for title, text in sections(page).items() if title not in KINDS]
+    for theirs, ours in [row for text in tables for row in cells(text)]:
+        settings = {code.partition("=")[0] for code in codes(ours)} & KNOWN
+        for name in re.findall("`([a-z_0-9.]+)[=`]", theirs) if settings else ():
+            rows.setdefault(name, set()).update(settings)
+    names = {name for name in rows if re.search("[._]", name)} - {"grpo_passk", "dppo_kl"}
+    assert len(names) > 50 and names <= SETTINGS.keys()
+    assert not {name for name in names if not {*SETTINGS[name].split(", ")} <= rows[name]}
+
+
+def test_every_setting_of_the_table_exists():
+    assert {name for settings in SETTINGS.values() for name in settings.split(", ")} <= KNOWN
+
+
+def test_the_last_part_of_a_name_is_enough():
+    assert replacements("clip_ratio_high") == ["algorithm.clip_high"]
+    assert replacements("training_args.learning_rate") == ["optimizer.learning_rate"]
+    assert replacements("nothing") == replacements("model.path") == []  # several end in path
