@@ -199,12 +199,10 @@ class Rollout(Section):
         "partial", "If the last round leaves too few groups: 'partial' trains on them, 'stop' ends."
     )
     curriculum: Literal["none", "pools"] = setting(
-        "none",
-        "'pools': a problem whose group was all right or all wrong is requested more rarely.",
+        "none", "'pools': a problem whose group was all right or all wrong is asked more rarely."
     )
     resting_rate: Rate = setting(
-        0.25,
-        "Fraction of its turns in which such a problem is requested, until its group has a signal.",
+        0.25, "Fraction of turns in which such a problem is requested until its group has a signal."
     )
     when_broken: Literal["drop", "resample"] = setting(
         "drop",
@@ -220,8 +218,7 @@ class Environment(Section):
     """The environment that answers the policy between its turns; none: responses of one turn."""
 
     name: str = setting(
-        "",
-        "calculator, guessing, second_try, openenv:module:Class, verifiers:ID, module:Class.",
+        "", "calculator, guessing, second_try, openenv:module:Class, verifiers:ID, module:Class."
     )
     tools: str = setting("", "Tools of the policy: module:function, comma-separated.")
     max_turns: Count = setting(8, "Limit of turns of a trajectory.")
@@ -307,9 +304,7 @@ class Reward(Section):
     min_spread: PositiveOr0 = setting(1e-6, "Spread that a group must exceed.")
     workers: Count = setting(1, "Threads that compute rewards, with processes.", may_change=True)
     timeout_seconds: Positive = setting(
-        5.0,
-        "Time limit per response or group; one retry with four times the limit.",
-        may_change=True,
+        5.0, "Limit per response or group; a retry has four times that.", may_change=True
     )
     concurrency: Count = setting(64, "Calls of an async function at a time.", may_change=True)
 
