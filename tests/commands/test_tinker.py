@@ -125,10 +125,8 @@ def test_a_model_is_trained_saved_loaded_and_sampled(client):
         np.testing.assert_allclose(scored[len(WORDS[1]) :], logprobs, rtol=0, atol=1e-4)
 
 
-def test_models_and_checkpoints_are_described(client):
-    model = client.create_lora_training_client(
-        base_model=NAME, rank=2, train_mlp=False, user_metadata={"renderer": "plain"}
-    ).result()
+def test_lists_and_descriptions(client):
+    model = client.create_lora_training_client(base_model=NAME, rank=2, train_mlp=False).result()
     path = model.save_state("first", ttl_seconds=7200).result().path
     with pytest.raises(tinker.TinkerError, match="a new name; weights may also overwrite"):
         model.save_state("first").result()
@@ -136,14 +134,17 @@ def test_models_and_checkpoints_are_described(client):
     rest = client.create_rest_client()
     about = rest.get_weights_info_by_tinker_path(path).result()
     assert (about.lora_rank, about.train_attn, about.train_mlp) == (2, True, False)
-    run = rest.get_training_run_by_tinker_path(path).result()
-    assert (run.training_run_id, run.base_model) == (model.model_id, NAME)
-    assert run.user_metadata == {"renderer": "plain"} and run.last_request_time.year > 2000
+    run = rest.get_training_run(model.model_id).result()
+    assert run.last_checkpoint.tinker_path == path and run.last_checkpoint.expires_at is not None
+    listed = rest.list_checkpoints(model.model_id).result().checkpoints
+    assert [checkpoint.tinker_path for checkpoint in listed] == [path]
+    assert model.model_id in {
+        r.training_run_id for r in rest.list_training_runs().result().training_runs
+    }
     (supported,) = rest.get_server_capabilities().result().supported_models
     assert supported.model_name == NAME and supported.max_context_length == 96
     rest.delete_checkpoint_from_tinker_path(path).result()
-    with pytest.raises(tinker.NotFoundError):
-        rest.get_weights_info_by_tinker_path(path).result()
+    assert not rest.list_checkpoints(model.model_id).result().checkpoints
 
 
 @pytest.mark.slow
@@ -387,11 +388,16 @@ def wrong_losses(model: str, number: int) -> dict[str, bytes]:
         del message.data[0].loss_fn_inputs["logprobs"], message.data[0].loss_fn_inputs["advantages"]
     image.data[0].model_input[0].ClearField("encoded_text")
     image.data[0].model_input[0].image.data = b"png"
-    sparse.data[0].loss_fn_inputs["target_tokens"].sparse_csr.values = as_bytes([1], "<i8")
+    tensor = sparse.data[0].loss_fn_inputs["target_tokens"]
+    tensor.sparse_csr.values = as_bytes([1], "<i8")
+    tensor.sparse_csr.crow_indices = as_bytes([0, 5, 1, 1, 1], "<i8")
+    tensor.sparse_csr.col_indices = as_bytes([9], "<i8")
+    del tensor.shape[:]
+    tensor.shape.extend([4, 2])
     shape.data[0].loss_fn_inputs["target_tokens"].shape[:] = [2**40]
     dtype.data[0].loss_fn_inputs["target_tokens"].dtype = 7
     return {
-        "dro, gspo; cispo is the nearest": of(loss="stable_reinforce"),
+        "loss_fn = 'stable_reinforce': must be one of": of(loss="stable_reinforce"),
         "loss_fn_config.beta = 1.0: must be left out": of(beta=1.0),
         "loss_fn_config.clip_low_threshold = nan": of(clip_low_threshold=float("nan")),
         "data = []: must be one or more": loss_message(model, number, [], "ppo"),
@@ -407,7 +413,7 @@ def wrong_losses(model: str, number: int) -> dict[str, bytes]:
         "loss_fn_inputs.weights = '...': must be left out": changed(weights=[1.0] * 4),
         "loss_fn_inputs.logprobs is missing": of(inputs={"target_tokens": TOKENS}),
         "sequence_ratio_mask is missing": of(loss="gspo"),
-        "target_tokens.sparse_csr = '...': must be left out": sparse.SerializeToString(),
+        "target_tokens.sparse_csr: ": sparse.SerializeToString(),
         "target_tokens.shape = (1099511627776,)": shape.SerializeToString(),
         "dtype = 7: must be float32 or int64": dtype.SerializeToString(),
     }

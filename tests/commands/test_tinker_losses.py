@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import TINY
+from tinker_served import loss_message
 
 from dapo_jax.config.algorithms import preset
 from dapo_jax.config.experiment import Compute, Optimizer
@@ -229,7 +230,19 @@ def test_long_rows_have_no_square_of_scores(learner):
     assert squares == [True, False]
 
 
+def served(**settings) -> ServedModel:
+    return ServedModel(ServeConfig(**settings), 64, None, TINY, None)
+
+
+def test_stable_reinforce_is_computed_as_the_loss_that_is_named():
+    inputs = {name: [1.0] for name in ("logprobs", "advantages")} | {"target_tokens": [1]}
+    body = loss_message("m", 1, [([1], inputs)], loss="stable_reinforce")
+    with pytest.raises(RequestError, match="loss_fn = 'stable_reinforce': must be one of"):
+        read_loss_request(body, served())
+    assert read_loss_request(body, served(tinker_stable_reinforce="cispo")).loss == "cispo"
+
+
 def test_a_body_that_is_no_message_is_one_error():
     for body in (b"\xff", b"not a message", b"\x0a\xff\xff\xff\xff\x0f"):
         with pytest.raises(RequestError):
-            read_loss_request(body, ServedModel(ServeConfig(), 64, None, TINY, None))
+            read_loss_request(body, served())

@@ -25,7 +25,7 @@ class ServeConfig(Section):
         -> model!=: a model folder, --model=FOLDER
         -> host!=: an address of this machine; 0.0.0.0: all
         tinker=true -> http_port>0
-        tinker=false -> tinker_dir tinker_models
+        tinker=false -> tinker_dir tinker_stable_reinforce tinker_models
     """
     model: str = setting("", "Folder in Hugging Face layout, or a run: its newest checkpoint.")
     served_name: str = setting("", "Model name for HTTP clients; empty: the folder's name.")
@@ -58,5 +58,8 @@ class ServeConfig(Section):
     shutdown_seconds: PositiveOr0 = setting(20.0, "Time for running requests after SIGTERM.")
     tinker: bool = setting(False, "Serve Tinker's training API on http_port instead.")
     tinker_dir: str = setting("runs/tinker", "Folder of its models, checkpoints and requests.")
+    tinker_stable_reinforce: Literal["", "cispo", "importance_sampling", "ppo"] = setting(
+        "", "Loss to compute for 'stable_reinforce'; 'cispo' is the nearest."
+    )
     tinker_models: Count = setting(8, "Its trained models in memory; more wait on disk.")
     mesh: OneMesh = part(OneMesh)

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import datetime
 import functools
 import inspect
 import pathlib
@@ -25,7 +26,17 @@ from dapo_jax.runtime.storage.output_folder import TINKER, claim
 
 WAIT_SECONDS = 20.0  # that a client waits for a result before it asks again
 MAX_PENDING = 1024  # requests on the disk, each with a body of at most max_body_mb
+CHECKPOINT_TYPES = {"weights": "training", "sampler_weights": "sampler"}
 Fields = dict[str, Any]
+
+
+def _time(seconds: float | None) -> str | None:
+    return datetime.datetime.fromtimestamp(seconds, datetime.UTC).isoformat() if seconds else None
+
+
+def _listed(name: str, items: list[Fields]) -> Fields:
+    count = len(items)
+    return {name: items, "cursor": {"offset": 0, "limit": count, "total_count": count}}
 
 
 def _describe_shape(entry: Entry) -> Fields:
@@ -33,6 +44,19 @@ def _describe_shape(entry: Entry) -> Fields:
     trained = {"train_attn": "query" in targets, "train_mlp": "gate" in targets}
     lora = {"is_lora": True, "lora_rank": rank, "train_unembed": False} | trained
     return lora if rank else {"is_lora": False}
+
+
+def _describe_checkpoint(checkpoint: Entry) -> Fields:
+    fields = checkpoint.fields
+    return {
+        "checkpoint_id": "/".join(checkpoint.id.split("/")[-2:]),
+        "checkpoint_type": CHECKPOINT_TYPES[fields["kind"]],
+        "time": _time(checkpoint.created),
+        "tinker_path": checkpoint.id,
+        "size_bytes": fields["size"],
+        "user_metadata": fields["user_metadata"],
+        "expires_at": _time(fields["expires"]),
+    }
 
 
 class Call(NamedTuple):
@@ -53,7 +77,7 @@ class TinkerApi:
         self.thread = self._worker.thread
         model, sampler = "model_id seq_id", "session_id sampling_session_seq_id"
         sampled = "sampling_session_id seq_id prompt sampling_params"
-        checkpoint = "training_runs/{model}/checkpoints/{kind}/{name}"
+        checkpoints = "training_runs/{model}/checkpoints"
         # Method and path of each route, its handler, and the fields of JSON that it needs.
         table: tuple[tuple[str, Callable[[Call], Any], str], ...] = (
             ("POST client/config", self._configure_client, "sdk_version"),
@@ -75,8 +99,11 @@ class TinkerApi:
             ("GET healthz", lambda call: {"status": "ok"}, ""),
             ("GET get_server_capabilities", self._capabilities, ""),
             ("GET samplers/{sampler}", self._get_sampler, ""),
-            ("GET training_runs/{model}", self._get_run, ""),
-            (f"DELETE {checkpoint}", self._delete_checkpoint, ""),
+            ("GET training_runs", self._list_runs, ""),
+            ("GET training_runs/{model}", self._list_runs, ""),
+            ("GET checkpoints", self._list_checkpoints, ""),
+            (f"GET {checkpoints}", self._list_checkpoints, ""),
+            (f"DELETE {checkpoints}/{{kind}}/{{name}}", self._delete_checkpoint, ""),
         )
         self.handlers = {
             route.replace(" ", " /api/v1/"): self._endpoint(handler, required)
@@ -216,11 +243,29 @@ class TinkerApi:
         path = sampler.fields["path"] or None
         return {"sampler_id": sampler.id, "base_model": self._name, "model_path": path}
 
-    def _get_run(self, call: Call) -> Fields:
-        model = self._entry("model", call.path["model"])
-        described = {"training_run_id": model.id, "base_model": self._name, "model_owner": "local"}
-        described |= {"last_request_time": model.created} | _describe_shape(model)
-        return described | {"user_metadata": model.fields["user_metadata"]}
+    def _list_runs(self, call: Call) -> Fields:
+        """Describe the model in the path, or list all."""
+        if "model" in call.path:
+            return self._describe_run(self._entry("model", call.path["model"]))
+        return _listed("training_runs", list(map(self._describe_run, self._store.entries("model"))))
+
+    def _describe_run(self, model: Entry) -> Fields:
+        checkpoints = map(_describe_checkpoint, self._store.entries("checkpoint", model.id))
+        last = {item["checkpoint_type"]: item for item in reversed(list(checkpoints))}
+        return _describe_shape(model) | {
+            "training_run_id": model.id,
+            "base_model": self._name,
+            "model_owner": "local",
+            "last_request_time": _time(model.created),
+            "last_checkpoint": last.get("training"),
+            "last_sampler_checkpoint": last.get("sampler"),
+            "user_metadata": model.fields["user_metadata"],
+        }
+
+    def _list_checkpoints(self, call: Call) -> Fields:
+        model = call.path.get("model")
+        entries = self._store.entries("checkpoint", model and self._entry("model", model).id)
+        return _listed("checkpoints", list(map(_describe_checkpoint, entries)))
 
     def _delete_checkpoint(self, call: Call) -> Response:
         path = "tinker://{model}/{kind}/{name}".format_map(call.path)

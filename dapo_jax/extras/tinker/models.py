@@ -316,6 +316,8 @@ class Operations:
             "named": bool(name),
             "request": request.id,
             "expires": body.ttl_seconds and time.time() + body.ttl_seconds,
+            "size": sum(file.stat().st_size for file in folder.iterdir()),
+            "user_metadata": body.user_metadata,
         }
         self._store.put("checkpoint", path, described, request.owner)
         if name or "sampling_session_seq_id" not in body.model_fields_set:

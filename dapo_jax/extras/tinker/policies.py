@@ -20,6 +20,7 @@ from dapo_jax.model.decoder import DecoderConfig
 from dapo_jax.model.trainable import choose_trained, fresh_adapters
 from dapo_jax.rollout.engine import PolicyEngine
 from dapo_jax.rollout.engine_programs import EnginePrograms
+from dapo_jax.runtime.processes import print_error
 
 ALPHA = 32.0  # of LoRA, as in the service
 MAX_PROGRAMS = 8  # compiled learners, engines and optimizer steps of each kind
@@ -43,6 +44,8 @@ class Policies:
         self.model = model = open_folder(config, ROW_TOKENS)
         self.config, self.mesh, self.decoder = model.config, model.mesh, model.decoder
         self.base = self._read(config.model, self.decoder, cast=True)
+        if mapped := config.tinker_stable_reinforce:
+            print_error(f"stable_reinforce has no published formula: it is computed as {mapped}")
         self._shared: Any = None  # decoding copy of the base model
         recent = functools.lru_cache(MAX_PROGRAMS)
         self.learner = recent(self._open_learner)

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 import numpy as np
 from google.protobuf.message import DecodeError
 from pydantic import BeforeValidator, ConfigDict, Field
+from scipy.sparse import csr_array  # a dependency of jax
 
 from dapo_jax.extras.serve.fields import Fields, RequestError, must, need, read_fields
 from dapo_jax.extras.serve.policy import ServedModel
@@ -20,7 +21,8 @@ MAX_COLUMNS = 1024  # targets of a position
 MAX_TARGETS = 1 << 24  # of a request
 MAX_STOPS = 16
 ATTENTION, MLP = ("query", "key", "value", "out"), ("gate", "up", "down")
-DTYPES = {pb.DTYPE_FLOAT32: np.dtype("<f4"), pb.DTYPE_INT64: np.dtype("<i8")}
+INT64 = np.dtype("<i8")
+DTYPES = {pb.DTYPE_FLOAT32: np.dtype("<f4"), pb.DTYPE_INT64: INT64}
 
 # Identifiers are also names of files.
 is_name = re.compile(r"\w[\w.:-]{0,199}", re.ASCII).fullmatch
@@ -201,8 +203,9 @@ def read_loss_request(body: bytes, model: ServedModel) -> LossRequest:
     """Return a validated request."""
     message = parse_loss_message(body)
     loss = message.loss_fn
-    similar = "; cispo is the nearest that is published" * (loss == "stable_reinforce")
-    need(loss in OPTIONS, "loss_fn", loss, f"one of {', '.join(OPTIONS)}{similar}")
+    if loss == "stable_reinforce":
+        loss = model.config.tinker_stable_reinforce or loss
+    need(loss in OPTIONS, "loss_fn", loss, f"one of {', '.join(OPTIONS)}")
     options = dict(OPTIONS[loss])
     for name, sent in message.loss_fn_config_v2.items():
         field, value = f"loss_fn_config.{name}", sent.text or sent.number
@@ -270,17 +273,24 @@ def _array(data: bytes, dtype: np.dtype, field: str) -> np.ndarray:
 
 
 def _read_tensor(message: Any, field: str, rows: int) -> np.ndarray:
-    """Return a tensor [rows] or [rows, K]."""
+    """Return a tensor [rows] or [rows, K]; a sparse one is filled up with 0."""
     need(message.dtype in DTYPES, f"{field}.dtype", message.dtype, "float32 or int64")
-    need(
-        not message.HasField("sparse_csr"), f"{field}.sparse_csr", "...", "left out: send it dense"
-    )
-    values = _array(message.dense, DTYPES[message.dtype], field)
+    dtype = DTYPES[message.dtype]
+    csr = message.sparse_csr if message.HasField("sparse_csr") else None
+    values = _array(message.dense if csr is None else csr.values, dtype, field)
     shape = tuple(message.shape) or (len(values),)
     fits = len(shape) in (1, 2) and shape[0] == rows
     fits = fits and (len(shape) == 1 or 0 < shape[-1] <= MAX_COLUMNS)
     allowed = f"({rows},) or ({rows}, K), K from 1 to {MAX_COLUMNS}"
     need(fits, f"{field}.shape", shape, allowed)
-    allowed = f"as many as its shape {shape} has"
-    need(len(values) == math.prod(shape), field, f"{len(values)} numbers", allowed)
-    return values.reshape(shape)
+    if csr is None:
+        allowed = f"as many as its shape {shape} has"
+        need(len(values) == math.prod(shape), field, f"{len(values)} numbers", allowed)
+        return values.reshape(shape)
+    columns, starts = (_array(x, INT64, field) for x in (csr.col_indices, csr.crow_indices))
+    try:
+        matrix = csr_array((values, columns, starts), shape=shape)
+        matrix.check_format(full_check=True)
+    except ValueError as error:
+        raise RequestError(f"{field}.sparse_csr: {error}", field) from None
+    return matrix.toarray()
