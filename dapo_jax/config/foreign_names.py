@@ -15,7 +15,6 @@ ADVICE: dict[str, str] = {
         ("preset", "algorithm", "algorithm.name", "loss"),
         "write the preset behind the config: FILE:grpo or NAME:grpo",
     ),
-    "extras.judge.cache": "a proxy that caches, such as LiteLLM's, keeps a judge's replies",
     "format": "export writes Hugging Face folders; llama.cpp's convert_hf_to_gguf.py reads them",
 }
 

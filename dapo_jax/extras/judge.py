@@ -6,6 +6,8 @@ can't end before its end; and only a reply that is one JSON object has a score.
 
 import asyncio
 import concurrent.futures
+import contextlib
+import hashlib
 import http.client
 import json
 import os
@@ -16,7 +18,10 @@ import urllib.error
 import urllib.request
 from typing import Any, ClassVar
 
+from etils import epath
+
 from dapo_jax.config.settings import Section, setting
+from dapo_jax.runtime.storage.files import write_lines
 from dapo_jax.types.rules import Count, CountOr0, Positive, PositiveOr0, Temperature, Url
 from dapo_jax.types.structs import JudgeUnavailable
 
@@ -56,6 +61,7 @@ class JudgeSettings(Section):
     retries: CountOr0 = setting(3, "Further tries without a reply or score.", may_change=True)
     request_seconds: Positive = setting(120.0, "Limit of a request.", may_change=True)
     concurrency: Count = setting(16, "Requests at a time.", may_change=True)
+    cache: str = setting("runs/judge_cache", "Folder of replies; empty: none.", may_change=True)
     input_price: PositiveOr0 = setting(0.0, "Price of 10^6 prompt tokens.", may_change=True)
     output_price: PositiveOr0 = setting(0.0, "Price of 10^6 reply tokens.", may_change=True)
 
@@ -138,13 +144,22 @@ class ModelJudge:
         request: dict[str, Any] = {"model": settings.model, "messages": messages}
         request |= {"temperature": settings.temperature, "max_tokens": settings.max_tokens}
         request |= {"response_format": FORMAT} if settings.structured else {}
+        place = hashlib.sha256(
+            json.dumps(request).encode()
+        ).hexdigest()  # not by the judge's address
+        kept = epath.Path(settings.cache) / place[:2] / place if settings.cache else None
+        with contextlib.suppress(OSError, ValueError):
+            return read_score(kept.read_text() if kept else "", settings.highest)
         kind, reason, seconds = Unread, "nobody reads the score", 0.0
         for attempt in range(settings.retries + 1):
             if stop.wait(seconds):
                 break
             try:
                 reply = self._ask(request, counts)
-                return read_score(reply, settings.highest)
+                score = read_score(reply, settings.highest)
+                with contextlib.suppress(OSError):
+                    kept and write_lines(kept, [reply.encode()])
+                return score
             except JudgeUnavailable:
                 raise
             except (OSError, http.client.HTTPException) as error:

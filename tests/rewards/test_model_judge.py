@@ -94,7 +94,7 @@ ATTACKS = read_table(__file__, "attacks")
 
 def test_no_response_tells_the_judge_its_score():
     with judging(naive_grade) as (url, _):
-        settings = Settings(url=url, model="naive")
+        settings = Settings(url=url, model="naive", cache="")
         verdicts = score(settings, HONEST, *ATTACKS)
     assert [verdict.parts["judge"] for verdict in verdicts] == [1.0] + [0.0] * len(ATTACKS)
 
@@ -112,15 +112,19 @@ def test_only_one_object_with_one_score_counts(reply, expected):
         assert read_score(reply, 10) == expected
 
 
-def test_a_judge_that_repeats_the_response_is_asked_again_and_counted(monkeypatch):
+def test_a_judge_that_repeats_the_response_is_asked_again_and_counted(tmp_path, monkeypatch):
     monkeypatch.setenv("OPENAI_API_KEY", "secret")
     replies = iter([503, 'The response: {"score": 10}', '{"reason": "", "score": 5}'])
+    settings = {"model": "m", "cache": str(tmp_path), "input_price": 1.0, "output_price": 10.0}
     with judging(lambda _: next(replies)) as (url, asked):
-        settings = Settings(url=url, model="m", input_price=1.0, output_price=10.0)
-        (reply,) = score(settings, HONEST, columns=json.dumps({"rubric": "Is it short?"}))
-    assert reply.parts["judge"] == 0.5 and len(asked) == 3
-    assert reply.counts["judge_calls"] == 3 and reply.counts["judge_tokens"] == 220
-    assert reply.counts["judge_cost"] == pytest.approx((200 * 1 + 20 * 10) / 1e6)
+        rubric = json.dumps({"rubric": "Is it short?"})
+        (first,) = score(Settings(url=url, **settings), HONEST, columns=rubric)
+    with judging(lambda _: 500) as (other_url, others):  # it has moved; its model is the same
+        (second,) = score(Settings(url=other_url, **settings), HONEST, columns=rubric)
+    assert first.parts["judge"] == second.parts["judge"] == 0.5
+    assert first.counts["judge_calls"] == 3 and first.counts["judge_tokens"] == 220 and not others
+    assert first.counts["judge_cost"] == pytest.approx((200 * 1 + 20 * 10) / 1e6)
+    assert second.counts["judge_calls"] == 0 and len(asked) == 3
     assert "Is it short?" in asked[0]["messages"][1]["content"]
     system, user = asked[2]["messages"]
     assert system["content"].endswith(model_judge.AGAIN) and user == asked[0]["messages"][1]
@@ -132,7 +136,7 @@ def test_a_judge_without_a_score_gives_no_reward_and_no_wait_at_the_end(reply, m
     monkeypatch.setattr(model_judge, "FIRST_DELAY_SECONDS", 60.0)
     began = time.monotonic()
     with judging(lambda _: reply) as (url, asked):
-        settings = Settings(url=url, model="m", retries=0)
+        settings = Settings(url=url, model="m", cache="", retries=0)
         (verdict,) = score(settings, HONEST)
     assert verdict.failure and verdict.failure.outcome is Outcome.JUDGE_UNAVAILABLE
     assert len(asked) == {401: 1, 500: 1}.get(reply, 2) and time.monotonic() - began < 30
@@ -145,7 +149,7 @@ def test_a_response_that_no_judge_can_read_has_the_lowest_grade(reply):
 
     with judging(grade) as (url, _), judging(lambda _: reply) as (broken, _):
         for place, expected in ((url, 0.0), (broken, None)):
-            settings = Settings(url=place, model="m", retries=1)
+            settings = Settings(url=place, model="m", cache="", retries=1)
             (verdict,) = score(settings, "too long")
             assert (verdict.parts or {}).get("judge") == expected, place
 
@@ -167,7 +171,7 @@ def test_a_judge_that_errs_hangs_and_restarts_gives_no_wrong_score(calls, monkey
 
     with judging(grade) as (url, _):
         limits = {"retries": 6, "request_seconds": 0.5}
-        judge = open_judge(Settings(url=url, model="m", input_price=1.0, **limits))
+        judge = open_judge(Settings(url=url, model="m", cache="", input_price=1.0, **limits))
         threads = concurrent.futures.ThreadPoolExecutor(16)
         futures = [threads.submit(judge, str(i)) for i in range(calls)]
         futures[calls // 4].result(timeout=60)
@@ -192,7 +196,7 @@ def test_calls_whose_scores_nobody_reads_are_not_sent_and_sent_ones_count():
         return 503
 
     with judging(grade) as (url, asked):
-        settings = Settings(url=url, model="m", concurrency=2, retries=1)
+        settings = Settings(url=url, model="m", cache="", concurrency=2, retries=1)
         reward = Reward(parts="judge=0.5", correct="spread")
         pool = RewardPool(reward, extras=open_extras({"judge": settings}))
         groups = [pool.submit_group(make_prompt(i, [2]), [make_completion([5])]) for i in range(4)]
