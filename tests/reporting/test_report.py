@@ -1,20 +1,29 @@
 """The report page: what it says of runs, what it refuses, and that no text in it is ever run."""
 
+import dataclasses
+import functools
 import importlib.resources
+import json
+import pathlib
+import platform
 import re
 import sys
 import tomllib
 
+import jax
 import pytest
 from conftest import check_documented
 from reports import HOSTILE, Page, response, row
 from row_files import read_table
 
+from dapo_jax.config.experiment import Config
+from dapo_jax.config.settings import leaves
 from dapo_jax.extras.report import command as report
 from dapo_jax.extras.report import page, recorded_run
 from dapo_jax.extras.report.curves import STRETCHES, draw
 from dapo_jax.extras.report.recorded_run import SHOWN_CHARACTERS, read_run, sample_groups
 from dapo_jax.run.console import Progress
+from dapo_jax.types.errors import ConfigError
 
 
 def make(*folders: str) -> str:
@@ -42,6 +51,43 @@ def test_text_that_a_model_wrote_is_never_markup(write_run):
     assert policy.startswith("default-src 'none'; style-src 'unsafe-inline';")
     assert not [attrs for _, attrs in result.tags if attrs.keys() & {"src", "srcset"}]
     assert all(attrs["href"][0] == "#" for _, attrs in result.tags if "href" in attrs)
+
+
+def test_a_shared_file_has_nothing_of_the_user(write_run, tmp_path, monkeypatch):
+    """Texts are planted in every setting, key, row, rollout, name and variable of a run."""
+    secret = "alice-10.1.2.3-hf_TOKEN"
+    for name in ("HOSTNAME", "USER", "HF_TOKEN"):
+        monkeypatch.setenv(name, secret)
+    planted = row(
+        1, **{secret: 1.0, f"reward_parts/{secret}": 1.0, "reward": secret, "note": secret}
+    )
+    folder = write_run(
+        secret, rows=[row(0), planted], rollouts=[(1, [response(0, 0, prompt=secret)])]
+    )
+    path = pathlib.Path(folder, "config.json")
+    settings = dataclasses.asdict(Config())
+    texts = [name for name, _, value in leaves(Config()) if isinstance(value, str)]
+    for name in texts:
+        section, _, field = name.rpartition(".")
+        functools.reduce(dict.get, section.split(".") if section else [], settings)[field] = secret
+    settings["model"]["folder"] = f"/home/{secret}/Qwen2.5-0.5B-Instruct"
+    settings["algorithm"] |= {"clip_high": 0.31, "kl_to": "old", secret: 1}
+    path.write_text(json.dumps(settings))
+    out = tmp_path / "shared.json"
+    report.report(report.ReportConfig(run=folder, share=str(out)))
+    shared = json.loads(out.read_text())
+    assert secret.casefold() not in out.read_text().casefold()
+    for private in (str(tmp_path), platform.node(), "/home", "alice"):
+        assert private not in out.read_text()
+    assert shared["model"] == "Qwen2.5-0.5B" and "jax " in shared["packages"]
+    assert shared["chips"] == {"kind": "cpu", "count": jax.device_count()}
+    assert shared["settings"]["algorithm.clip_high"] == 0.31
+    assert shared["settings"]["algorithm.kl_to"] == "old"
+    assert shared["settings"]["data.source"] == "not shared" and len(texts) > 50
+    assert [row["step"] for row in shared["metrics"]] == [0, 1]
+    assert shared["metrics"][0]["reward"] and "reward" not in shared["metrics"][1]
+    with pytest.raises(ConfigError, match="share = .*: must be a new .json file"):
+        report.report(report.ReportConfig(run=folder, share=str(out)))
 
 
 def test_a_long_curve_keeps_its_peaks(write_run):

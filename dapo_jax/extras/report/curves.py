@@ -7,8 +7,9 @@ from typing import Any
 import numpy as np
 
 Line = tuple[str, Sequence[Mapping[str, Any]], str]  # name, rows of the run, metric
-# Means over a subset of responses or tokens, which are 0 if that is empty.
-SUBSETS = ("response_tokens_right", "response_tokens_wrong", "up_clipped_probability")
+# Means over a subset of responses or tokens, and the metric that is 0 if that is empty.
+SUBSETS = {name: name for name in ("response_tokens_right", "response_tokens_wrong")}
+SUBSETS["up_clipped_probability"] = "clip_fraction_high"
 STRETCHES = 300  # of a long curve; each shows its lowest and its highest value, so peaks stay
 LEFT, RIGHT, TOP, BOTTOM = 52, 344, 8, 162  # of the axes, in a picture of 360 x 190
 
@@ -24,11 +25,10 @@ def show_number(value: Any) -> str:
 
 def _points(rows: Sequence[Mapping[str, Any]], metric: str) -> np.ndarray:
     """Return steps and values, [points, 2]; NaN is a gap: no value, or of an empty subset."""
-    found = [row.get(metric) for row in rows]
+    subset = SUBSETS.get(metric)
+    found = [row.get(metric) if subset is None or row.get(subset) != 0 else None for row in rows]
     values = [x if isinstance(x, int | float) and abs(x) < 1e300 else math.nan for x in found]
     points = np.column_stack([[row["step"] for row in rows], np.array(values, float)])
-    if metric in SUBSETS:
-        points[points[:, 1] == 0, 1] = math.nan
     is_known = np.isfinite(points[:, 1])
     if metric.startswith("heldout_") or not is_known.any():  # rare: a line joins them
         points = points[is_known]
