@@ -88,20 +88,17 @@ class Loader:
                 self._places[name] = _with_memory_layout(NamedSharding(mesh, place), name)
                 final[name] = _with_memory_layout(NamedSharding(decoding_mesh, place), name)
                 self._intermediate[name] = NamedSharding(mesh, intermediate)
-        targets = {to: self._places[name] for name in self._paths for to in self._paths[name]}
         self._final = {to: final[name] for name in self._paths for to in self._paths[name]}
-        self._load_all = jax.jit(self._unstack, out_shardings=targets)
-        self._load_layers = functools.cache(self._compile_layers)
+        self._program = functools.cache(self._compile)
 
     def __call__(self, params: Any) -> dict[str, Array]:
         """Return the arrays of each layer by path, resharded for decoding."""
-        if not self._layers_at_once:
-            return self._moved(self._load_all(params))
         arrays = {}
-        for paths, start, count, leaves in self._calls(params):
-            for name, layers in self._load_layers(paths, count)(leaves, start).items():
-                paths_of_layers = self._paths[name][start : start + count]
-                arrays |= self._moved(dict(zip(paths_of_layers, layers, strict=True)))
+        for call, start, leaves in self._calls(params):
+            loaded = self._named(self._program(*call)(leaves, start), start)
+            if self._moves:
+                loaded = move(loaded, {path: self._final[path] for path in loaded})
+            arrays |= loaded
         return arrays
 
     def place(self, arrays: DecodingArrays) -> dict[str, Array]:
@@ -112,18 +109,17 @@ class Loader:
 
     def abstract(self, params: Any) -> dict[str, jax.ShapeDtypeStruct]:
         """Return shapes and shardings of the loaded arrays, from the shapes of parameters."""
-        return {
-            path: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=self._final[path])
-            for path, leaf in jax.eval_shape(self._load_all, params).items()
-        }
+        shapes = {}
+        for call, start, leaves in self._calls(params):
+            shapes |= self._named(jax.eval_shape(self._program(*call), leaves, start), start)
+        return {path: leaf.update(sharding=self._final[path]) for path, leaf in shapes.items()}
 
     def lower(self, params: Any) -> jax.stages.Lowered:
         """Lower the program for parameters of these shapes; the largest if there are several."""
-        if not self._layers_at_once:
-            return self._load_all.lower(params)
-        calls = list(self._calls(params))
-        paths, start, count, leaves = max(calls, key=lambda call: call[2] * len(call[0]))
-        return self._load_layers(paths, count).lower(leaves, start)
+        (paths, count), start, leaves = max(
+            self._calls(params), key=lambda call: call[0][1] * len(call[0][0])
+        )
+        return self._program(paths, count).lower(leaves, start)
 
     def _specs(
         self, path: str, before: dict[str, Any], after: dict[str, Any]
@@ -140,27 +136,14 @@ class Loader:
             specs[path + SCALE] = (scale[0], scale[1])
         return specs
 
-    def _moved(self, loaded: dict[str, Array]) -> dict[str, Array]:
-        if not self._moves:
-            return loaded
-        return move(loaded, {path: self._final[path] for path in loaded})
-
-    def _unstack(self, params: Any) -> dict[str, Array]:
-        arrays = {}
-        for path, leaf in sharding.flatten(params).items():
-            stack = leaf if self._is_stacked(path) else leaf[None]
-            for name, layers in self._layers(path, stack).items():
-                arrays |= zip(self._paths[name], layers, strict=True)
-        return arrays
-
     def _is_stacked(self, path: str) -> bool:
         return self._paths[path] != [path]
 
     def _summed(self, path: str) -> tuple[int, ...]:
         return param_paths.scaled_axes(path) if self._int8 else ()
 
-    def _calls(self, params: Any) -> Iterator[tuple[tuple[str, ...], int, int, dict[str, Array]]]:
-        """Yield calls as (paths, first layer, layers, arrays); unstacked arrays go alone."""
+    def _calls(self, params: Any) -> Iterator[tuple[tuple[tuple[str, ...], int], int, dict]]:
+        """Yield calls as ((paths, layers), first layer, arrays); unstacked arrays go alone."""
         flat = sharding.flatten(params)
         groups: dict[str, list[str]] = {}
         for path in flat:
@@ -169,16 +152,24 @@ class Loader:
         for paths in map(tuple, groups.values()):
             height = len(self._paths[paths[0]])
             leaves = {path: flat[path] for path in paths}
-            for start in range(0, height, self._layers_at_once):
-                yield paths, start, min(self._layers_at_once, height - start), leaves
+            size = self._layers_at_once or height
+            for start in range(0, height, size):
+                yield (paths, min(size, height - start)), start, leaves
 
-    def _compile_layers(self, paths: tuple[str, ...], count: int):
+    def _named(self, loaded: dict[str, list[Any]], start: int) -> dict[str, Any]:
+        """Return the layers from `start` on by their own paths."""
+        pairs = ((self._paths[name][start:], layers) for name, layers in loaded.items())
+        return {path: layer for pair in pairs for path, layer in zip(*pair, strict=False)}
+
+    def _compile(self, paths: tuple[str, ...], count: int):
         def load(leaves, start):
             arrays = {}
             for path, leaf in leaves.items():
-                stacked = self._is_stacked(path)
-                some = jax.lax.dynamic_slice_in_dim(leaf, start, count) if stacked else leaf[None]
-                arrays |= self._layers(path, some)
+                if not self._is_stacked(path):
+                    leaf = leaf[None]
+                elif count < len(leaf):
+                    leaf = jax.lax.dynamic_slice_in_dim(leaf, start, count)
+                arrays |= self._layers(path, leaf)
             return arrays
 
         names = (name for path in paths for name in (path, path + SCALE))
