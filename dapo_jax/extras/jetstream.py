@@ -128,14 +128,14 @@ class JetStreamEngine(Engine):
 
     def insert(self, prefix: Prefix, decode_state: DecodeState, slot: int) -> DecodeState:
         if pages := self._engine.pages:
-            if not pages.claim(slot, int(prefix.true_length[0]), prompt=("alone", slot)):
+            whole = np.full(self.max_concurrent_decodes, self._engine.cache_tokens)
+            fits = pages.claim(slot, int(prefix.true_length[0]), prompt=("alone", slot))
+            if not fits or pages.reserve([slot], whole):
                 raise ValueError(f"slot {slot}: no pages are left; raise sampler.pages")
         return self._engine.insert(prefix, decode_state, slot)
 
     def generate(self, params: Any, decode_state: DecodeState) -> tuple[DecodeState, ResultTokens]:
         engine = self._engine
-        if engine.pages:
-            engine.pages.reserve(engine.pages.slots, engine.shape.tokens_per_burst)
         rule, longest = self._rule, engine.cache_tokens
         state, (tokens, counts) = engine.generate(params, decode_state, rule=rule, longest=longest)
         size = tokens.shape[1]

@@ -151,7 +151,6 @@ class PolicyEngine:
         if self.pages:
             if (tables := self.pages.changed_tables()) is not None:
                 state = state.replace(tables=self.programs.split(tables))
-            self.pages.advance(burst)
         columns = self.layout.columns(needed)
         rule = rule if state.rules is None else SamplingRule()
         return self.programs.generate(params, state, rule=rule, columns=columns)
@@ -211,15 +210,15 @@ class PolicyEngine:
         self,
         state: DecodeState,
         slots: Sequence[int],
+        cached: Int[np.ndarray, "S"],  # tokens of each slot
         held: Sequence[int] = (),
-        cached: np.ndarray | None = None,  # tokens of each slot; None: as many as could be sampled
     ) -> tuple[DecodeState, list[int]]:
         """Reserve cache space for the next burst; return the state and the slots that lost theirs.
 
         Running and `held` slots are given the oldest first. Lost slots are stopped.
         """
-        burst = self.shape.tokens_per_burst
-        stopped = self.pages.reserve(slots, burst, held, cached) if self.pages else []
+        needed = cached + self.shape.tokens_per_burst
+        stopped = self.pages.reserve(slots, needed, held) if self.pages else []
         return self.stop(state, stopped), stopped
 
     def feed(

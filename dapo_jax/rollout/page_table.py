@@ -54,14 +54,12 @@ class PageTable:
         replicas, pages = self.geometry.replicas, self.geometry.pages
         self._changed = True
         self.tables[:] = NO_OWNER
-        self._tokens = np.zeros(len(self.tables), np.int64)
         self._count = np.zeros(len(self.tables), np.int64)
         self._holders = np.zeros((replicas, pages), np.int64)
         self._free = [list(range(pages - 1, NO_OWNER, -1)) for _ in range(replicas)]
         self._shared: dict[tuple[int, Hashable], list[int]] = {}  # full pages of prompts
         self._prompts: dict[int, tuple[int, Hashable]] = {}
         self._fills: dict[int, list[tuple[int, int]]] = {}  # (page, block of the prompt) by slot
-        self._running: list[int] = []  # slots of the next burst
 
     @property
     def slots(self) -> list[int]:
@@ -91,8 +89,7 @@ class PageTable:
         """
         self.release(slot)
         replica = self.replica(slot)
-        cached = tokens - 1
-        whole = cached // self.geometry.page_tokens
+        whole = (tokens - 1) // self.geometry.page_tokens
         shared = self._shared.get((replica, prompt))
         needed = 1 + (whole if shared is None else 0)
         width = self.geometry.slots_per_replica
@@ -109,7 +106,6 @@ class PageTable:
         pages = [*shared, own]
         self._holders[replica, pages] += 1
         self._prompts[slot] = replica, prompt
-        self._tokens[slot] = cached
         self._count[slot] = len(pages)
         self.tables[slot, : len(pages)] = pages
         self._fills[slot] = [*fills, (own, whole)]
@@ -135,59 +131,41 @@ class PageTable:
                 counts[replica] += 1
         return Fills(*arrays)
 
-    def advance(self, tokens: int) -> None:
-        """Count the tokens of a burst, in the slots that reserved pages for it."""
-        self._tokens[self._running] += tokens
-
     def reserve(
         self,
         slots: Sequence[int],
-        tokens: int,
+        tokens: Int[np.ndarray, "S"],  # that each slot needs space for
         held: Sequence[int] = (),
-        cached: np.ndarray | None = None,  # tokens of each slot; None: as counted by `advance`
     ) -> list[int]:
-        """Allocate pages for `tokens` more tokens per slot; the youngest lose theirs if needed.
+        """Allocate the pages that slots lack; the youngest lose theirs if too few are free.
 
         Slots are given the oldest first; those `held` between turns lose their pages first. Return
         the slots that lost their pages, in that order.
         """
-        waiting = list(slots)
-        if cached is not None:
-            self._tokens[waiting] = cached[waiting]
-        held = list(held)
-        stopped = []
-        geometry = self.geometry
-        reach = np.minimum(self._tokens[waiting] + tokens, geometry.slot_tokens)
-        lacking = np.maximum(-(-reach // geometry.page_tokens) - self._count[waiting], 0)
+        geometry, held, stopped = self.geometry, list(held), []
+        reach = np.minimum(tokens, geometry.slot_tokens)
+        lacking = -(-reach // geometry.page_tokens) - self._count
+        waiting = [slot for slot in slots if lacking[slot] > 0]
         replicas = np.array(waiting, int) // geometry.slots_per_replica
-        needed = np.bincount(replicas, lacking, geometry.replicas)
-        if (needed <= [len(free) for free in self._free]).all():  # most slots need no page
-            waiting = [slot for slot, pages in zip(waiting, lacking, strict=True) if pages]
+        needed = np.bincount(replicas, lacking[waiting], geometry.replicas)
+        if (needed > [len(free) for free in self._free]).any():
+            waiting = list(slots)  # any of them may lose its pages
         while waiting:
-            if self._extend(waiting[0], self._tokens[waiting[0]] + tokens):
+            slot, replica = waiting[0], self.replica(waiting[0])
+            if lacking[slot] <= len(self._free[replica]):
+                for place in range(self._count[slot], self._count[slot] + lacking[slot]):
+                    self.tables[slot, place] = page = self._free[replica].pop()
+                    self._holders[replica, page] += 1
+                    self._changed = True
+                self._count[slot] += max(0, lacking[slot])
                 del waiting[0]
                 continue
-            replica = self.replica(waiting[0])
-            others = (slot for slot in reversed([*waiting, *held]) if self.replica(slot) == replica)
+            others = (s for s in reversed([*waiting, *held]) if self.replica(s) == replica)
             youngest = next(others)
             self.release(youngest)
             (held if youngest in held else waiting).remove(youngest)
             stopped.append(youngest)
-        self._running = [slot for slot in slots if slot not in stopped]
         return stopped
-
-    def _extend(self, slot: int, tokens: int) -> bool:
-        replica, count = self.replica(slot), self._count[slot]
-        wanted = -(-min(tokens, self.geometry.slot_tokens) // self.geometry.page_tokens)
-        free = self._free[replica]
-        if wanted - count > len(free):
-            return False
-        for place in range(count, wanted):
-            self.tables[slot, place] = page = free.pop()
-            self._holders[replica, page] += 1
-            self._changed = True
-        self._count[slot] = max(count, wanted)
-        return True
 
     def release(self, slot: int) -> None:
         """Free the pages that only this slot holds; do nothing if it has none."""

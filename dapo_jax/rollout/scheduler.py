@@ -360,7 +360,7 @@ class Scheduler:
         held = self._trajectories.held_slots
         cached = self._slots.prompt_tokens + self._slots.generated - 1
         self._decoding.state, stopped = self._engine.reserve_burst(
-            self._decoding.state, running, held, cached
+            self._decoding.state, running, cached, held
         )
         self._trajectories.evict(stopped)
         for slot in stopped:

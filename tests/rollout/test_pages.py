@@ -253,11 +253,12 @@ def test_every_page_is_either_free_or_held(seed):
                 assert written[-1] == tokens // size
                 lengths[slot], ages[slot] = tokens, time
         order = sorted(lengths, key=lambda slot: (ages[slot], slot))
-        for slot in table.reserve(order, 3):
+        needed = np.zeros(replicas * each, int)
+        needed[order] = [lengths[slot] + 3 for slot in order]
+        for slot in table.reserve(order, needed):
             older = [s for s in order if s in lengths and table.replica(s) == table.replica(slot)]
             assert older[-1] == slot  # nobody younger runs there
             del lengths[slot], ages[slot]
-        table.advance(3)
         for slot in list(lengths):
             lengths[slot] += 3
             row = table.tables[slot]
