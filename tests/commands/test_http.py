@@ -21,6 +21,7 @@ from served import (
     END,
     PROMPTS,
     TOKENIZER,
+    connect,
     http_serving,
     likeliest,
     make_byte_params,
@@ -128,14 +129,9 @@ def test_chat_whole_and_streamed(client, byte_responses):
 
 def test_a_stream_is_events_that_end_in_done(client):
     body = {"model": "policy", "prompt": "3+4=", "max_tokens": 3, "stream": True}
-    request = urllib.request.Request(
-        f"http://127.0.0.1:{client.base_url.port}/v1/completions",
-        json.dumps(body).encode(),
-        {"Content-Type": "application/json"},
-    )
-    with urllib.request.urlopen(request) as answer:
-        assert answer.headers["content-type"].startswith("text/event-stream")
-        events = answer.read().decode().split("\n\n")
+    answer = connect(client.base_url.port, json.dumps(body)).getresponse()
+    assert answer.headers["content-type"].startswith("text/event-stream")
+    events = answer.read().decode().split("\n\n")
     assert events[-2:] == ["data: [DONE]", ""]
     assert all(json.loads(event.removeprefix("data: ")) for event in events[:-2])
 

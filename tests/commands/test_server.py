@@ -298,13 +298,6 @@ def test_clients_learn_that_the_decoding_thread_has_failed(byte_folder, same_eng
     assert server.failure == "the device thread has failed"
 
 
-def test_a_start_prints_that_it_compiles(byte_folder, byte_engine, monkeypatch, capfd):
-    monkeypatch.setattr(policy, "load_served", reopen(byte_engine))
-    with serving(make_serve_config(byte_folder)):
-        slots = byte_engine.engine.max_concurrent_decodes
-        assert f"compiling for {slots} slots: " in capfd.readouterr().err
-
-
 # --- budgets -------------------------------------------------------------------------------------
 
 

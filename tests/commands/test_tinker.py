@@ -1,5 +1,6 @@
 """Tinker's API as the published SDK speaks it, and wrong, hostile and interrupted requests."""
 
+import contextlib
 import dataclasses
 import functools
 import http.client
@@ -478,21 +479,15 @@ def store(tmp_path):
     store.close()
 
 
-def test_a_repeated_request_is_stored_once_and_survives_a_new_start(store, tmp_path):
-    store.accept(request("m", 1), b"first")
-    store.accept(request("m", 1), b"second")
-    again = Store(tmp_path)
-    assert again.body(request("m", 1)) == b"first" and len(again.pending()) == 1
-    assert again.result("m:1") == (State.PENDING, None) and again.result("x") is None
-    again.close()
-
-
-def test_requests_wait_until_they_have_a_result(store):
-    for number in (3, 1, 2):
-        store.accept(request("a", number), b"")
+def test_requests_are_stored_once_wait_for_a_result_and_survive_a_new_start(store, tmp_path):
+    for number in (3, 1, 2, 1):
+        store.accept(request("a", number), str(len(store.pending())).encode())
     assert [r.number for r in store.pending()] == [3, 1, 2] and store.last_number("a") == -1
-    store.finish(request("a", 1), State.ANSWERED, b"{}")
-    assert [r.number for r in store.pending()] == [3, 2] and store.last_number("a") == 1
+    store.finish(request("a", 2), State.ANSWERED, b"{}")
+    with contextlib.closing(Store(tmp_path)) as again:
+        assert [r.number for r in again.pending()] == [3, 1] and again.last_number("a") == 2
+        assert again.body(request("a", 1)) == b"1" and again.result("x") is None
+        assert again.result("a:1") == (State.PENDING, None)
 
 
 def test_changes_replay_until_the_file_has_them(store):

@@ -11,7 +11,6 @@ from conftest import first_devices
 from row_files import read_table
 from small_runs import equal, make_quick_config, open_run, read_rollouts, read_rows
 
-import dapo_jax
 from dapo_jax.config.experiment import Data, Environment, Log, Reward, Rollout, Sampler
 from dapo_jax.run.evaluate import evaluate
 from dapo_jax.run.run import train
@@ -61,12 +60,6 @@ def test_a_run_shows_its_trajectories_by_turns(played):
         assert line["tokens"] == drawn
         assert line["reward_parts"]["environment"] == sum(line["environment_rewards"])
     assert any(line["reward"] > 0 for line in lines)
-
-
-def test_the_report_page_shows_turns(played, tmp_path):
-    page = tmp_path / "report.html"
-    dapo_jax.report(played[0], out=page)
-    assert '<div class="turn observed">' in page.read_text()
 
 
 def test_an_evaluation_plays_whole_trajectories(base, played):

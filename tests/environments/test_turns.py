@@ -4,7 +4,7 @@ import dataclasses
 
 import numpy as np
 import pytest
-from samplers import PROMPTS, make_engine, sample
+from samplers import PROMPTS, finish, make_engine, sample
 
 from dapo_jax.config.experiment import Environment
 from dapo_jax.data.prompts.tokenizer import Tokenizer
@@ -185,8 +185,7 @@ def test_a_suspended_trajectory_goes_on_as_if_it_had_not_been(keep_turns, tiny_p
     sampler.begin(tiny_params, RolloutKey(0, 2), RULE)
     for part in parts:
         sampler.submit(part.prompt, 3, carried=part)
-    while not sampler.idle:
-        groups.update({request.prompt.index: done for request, done in sampler.step()})
+    groups |= finish(sampler)
     for index, group in whole.items():
         for a, b in zip(group, groups[index], strict=True):
             assert a.tokens.tolist() == b.tokens.tolist() and a.turns == b.turns

@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from samplers import finish
 from small_runs import make_quick_config, open_run, read_rollouts, read_rows
 
 from dapo_jax import algorithms
@@ -34,12 +35,9 @@ def draw_whole(run, step: int, indices: list[int]) -> dict[int, list[str]]:
     sampler.begin(params, RolloutKey(SAMPLE_FOR_TRAINING, step), SamplingRule())
     for prompts.position in indices:
         sampler.submit(next(prompts), 4)
-    texts = {}
-    while not sampler.idle:
-        for request, done in sampler.step():
-            done = with_texts(done, run.components.tokenizer.decode_all)
-            texts[request.prompt.index] = [completion.text for completion in done]
-    return texts
+    decode = run.components.tokenizer.decode_all
+    groups = {index: with_texts(group, decode) for index, group in finish(sampler).items()}
+    return {index: [done.text for done in group] for index, group in groups.items()}
 
 
 @pytest.mark.parametrize(

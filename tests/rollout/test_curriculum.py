@@ -90,18 +90,16 @@ def test_a_resting_problem_is_requested_at_its_rate():
     assert [next(others).index for _ in range(5000)] != taken.tolist()
 
 
-def test_a_signal_makes_a_problem_active_again():
-    def group(index, *correct):
-        completions = tuple(make_completion([5]) for _ in correct)
-        verdicts = tuple(Verdict(bool(value), "1") for value in correct)
-        return reward_group(Config(), make_prompt(index, [2]), completions, verdicts)
+def score(prompt, *correct):
+    verdicts = tuple(Verdict(bool(value), "1") for value in correct)
+    return reward_group(Config(), prompt, (make_completion([5]),) * len(correct), verdicts)
 
-    groups = [group(1, 1, 1), group(2, 0, 0), group(3, 1, 0), group(4, 1, 0)]
-    assert update_pools({"p3": True, "p9": False}, groups, Reward()) == {
-        "p1": True,
-        "p2": False,
-        "p9": False,
-    }
+
+def test_a_signal_makes_a_problem_active_again():
+    scores = {1: (1, 1), 2: (0, 0), 3: (1, 0), 4: (1, 0)}
+    groups = [score(make_prompt(index, [2]), *correct) for index, correct in scores.items()]
+    pools = update_pools({"p3": True, "p9": False}, groups, Reward())
+    assert pools == {"p1": True, "p2": False, "p9": False}
 
 
 def test_rows_whose_ids_restart_rest_by_themselves(tmp_path):
@@ -114,15 +112,7 @@ def test_rows_whose_ids_restart_rest_by_themselves(tmp_path):
         Data(source=source, heldout_problems=0, max_prompt_tokens=8), 0, arithmetic_tokenizer()
     )
     prompts = [next(stream) for _ in range(18)]
-    groups = [
-        reward_group(
-            Config(),
-            prompt,
-            (make_completion([5]),) * 2,
-            (Verdict(True, "1"), Verdict(prompt.answer == "1", "1")),
-        )
-        for prompt in prompts
-    ]
+    groups = [score(prompt, True, prompt.answer == "1") for prompt in prompts]
     pools = update_pools({}, groups, Reward())
     assert len(pools) == 9
     resting = RestingPrompts(stream, pools, 0.0, seed=0)

@@ -42,19 +42,14 @@ def made_anew(text: str, elements: int) -> list[str]:
     return wrong
 
 
-def test_slots_are_updated_in_place(tiny_params, one_device):
-    compiled, cache = compiled_burst(one_device, tiny_params, cache="slots")
-    assert "scatter" in compiled.as_text()
+# Many more pages than the slots' tables name, or what attention reads would have their size.
+@pytest.mark.parametrize("sizes", [{}, {"cache": "paged", "page_tokens": 8, "pages": 2000}])
+def test_caches_are_updated_in_place(sizes, tiny_params, one_device):
+    compiled, cache = compiled_burst(one_device, tiny_params, **{"cache": "slots"} | sizes)
+    largest = cache.pages if sizes else cache.values
     assert " sort(" not in compiled.as_text()  # which only top-p and top-k need
-    assert not made_anew(compiled.as_text(), cache.values.size)
-    assert compiled.memory_analysis().temp_size_in_bytes < cache.values.nbytes
-
-
-def test_pages_are_updated_in_place(tiny_params, one_device):
-    # Many more pages than the slots' tables name, or what attention reads would have their size.
-    settings = {"cache": "paged", "page_tokens": 8, "pages": 2000}
-    compiled, cache = compiled_burst(one_device, tiny_params, **settings)
-    assert not made_anew(compiled.as_text(), cache.pages.size)
+    assert "scatter" in compiled.as_text() and not made_anew(compiled.as_text(), largest.size)
+    assert sizes or compiled.memory_analysis().temp_size_in_bytes < largest.nbytes
 
 
 @pytest.mark.parametrize(

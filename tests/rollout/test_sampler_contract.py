@@ -8,7 +8,7 @@ import pytest
 from conftest import TINY, make_prompt
 from fake_vllm import FakeVllm, vllm_sampler
 from remote_samplers import remote_scheduler
-from samplers import END, TOKENIZER, make_engine, tokens_of
+from samplers import END, TOKENIZER, finish, make_engine, tokens_of
 from scripted_sampler import ScriptedSampler
 from small_runs import make_quick_config, step_on
 
@@ -88,15 +88,6 @@ def begin(open_sampler, tiny_params):
 def expected(open_sampler, tiny_params) -> dict[int, tuple]:
     """Return the groups of all prompts."""
     return finish_groups(start(open_sampler(), tiny_params))
-
-
-def finish(sampler) -> dict[int, tuple]:
-    groups = {}
-    while not sampler.idle:
-        for request, done in sampler.step():
-            index = request.prompt.index
-            groups[index] = (*groups.get(index, ()), *done)
-    return groups
 
 
 def submit(sampler, prompts=PROMPTS, samples=SAMPLES) -> list:

@@ -51,9 +51,15 @@ def sample(sampler, params, prompts=PROMPTS, samples=3, rule=SamplingRule()):  #
     sampler.begin(params, RolloutKey(0, 2), rule)
     for prompt in prompts:
         sampler.submit(prompt, samples)
+    return finish(sampler)
+
+
+def finish(sampler) -> dict[int, tuple]:
+    """Return the responses that are left by prompt, those that come one by one together."""
     groups = {}
     while not sampler.idle:
-        groups.update({request.prompt.index: done for request, done in sampler.step()})
+        for request, done in sampler.step():
+            groups[request.prompt.index] = (*groups.get(request.prompt.index, ()), *done)
     return groups
 
 
