@@ -1,7 +1,6 @@
 """Layout of the caches on devices: slots of equal length, or pages of the page table."""
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -118,36 +117,26 @@ class CacheLayout:
         """Configs of the layers with a cache."""
         return self._config.each_layer[: self._config.cached_layers]
 
-    def _by_layer(self, states: Callable, pages: Callable, slots: Callable, window: int) -> tuple:
-        """Call the function of each layer's kind of cache; return the results.
-
-        Kinds: `states(layer)` of delta-net layers, `pages(layer)`, and else `slots(layer, tokens)`.
-        """
-
-        def choose(layer: DecoderConfig, tokens: int) -> Any:
-            if layer.is_recurrent:
-                return states(layer)
-            if self.pages is None or (layer.window or self._limit) < self._limit:
-                return slots(layer, tokens)
-            return pages(layer)
-
-        return tuple(map(choose, self._layers, self._lengths(window)))
-
     def empty(self, window: int) -> Caches:
         """Return zeroed caches of every layer with space for `window` tokens per slot."""
+        caches = []
+        for layer, tokens in zip(self._layers, self._lengths(self.window(window)), strict=True):
+            if layer.is_recurrent:
+                caches.append(feature("delta_net").empty_state(layer, self._settings.slots))
+            elif self.pages is None or (layer.window or self._limit) < self._limit:
+                caches.append(self._empty_slots(layer, tokens))
+            else:
+                caches.append(self._empty_pages(layer, self.pages.geometry))
+        return tuple(caches)
 
-        def states(layer: DecoderConfig) -> StateCache:
-            return feature("delta_net").empty_state(layer, self._settings.slots)
-
-        pages, slots = functools.cache(self._empty_pages), functools.cache(self._empty_slots)
-        return self._by_layer(states, pages, slots, self.window(window))
-
-    def _empty_pages(self, c: DecoderConfig) -> PageCache:
-        assert self.pages is not None, "asked for by layouts with pages"
-        geometry = self.pages.geometry
-        count = geometry.replicas * geometry.pages
-        shape = (count, geometry.page_tokens, 2 * c.kv_heads, c.head_dim)
-        return PageCache(jnp.zeros(shape, self._dtype), self._scales(shape[:-1]))
+    def _empty_pages(self, c: DecoderConfig, geometry: PageGeometry) -> PageCache:
+        shape = geometry.replicas * geometry.pages, geometry.page_tokens, 2 * c.kv_heads
+        scales = None
+        if self.calibrated:
+            scales = jnp.ones(shape[-1:])
+        elif self._dtype == jnp.int8:
+            scales = jnp.zeros(shape)
+        return PageCache(jnp.zeros((*shape, c.head_dim), self._dtype), scales)
 
     def _empty_slots(self, c: DecoderConfig, length: int) -> KVCache:
         slots = self._settings.slots
@@ -159,21 +148,19 @@ class CacheLayout:
             scales = (jnp.zeros((slots, c.kv_heads, length)),) * 2
         return KVCache(keys, values, *scales, time_last=self._time_last)
 
-    def _scales(self, shape: tuple[int, ...]) -> jax.Array | None:
-        """Return initial scales of pages of that shape, [N, P, K2]."""
-        if self.calibrated:
-            return jnp.ones(shape[-1:])
-        return jnp.zeros(shape) if self._dtype == jnp.int8 else None
-
     def shardings(self) -> Caches:
         """Return the shardings of the caches: pages or slots over replicas, heads over tensor."""
-        place = sharding.sharding(self._mesh, "batch", "kv_heads", column=sharding.DECODING)
-        shapes = jax.eval_shape(lambda: self._empty_slots(self._config, 1))
-        slots = jax.tree.map(lambda _: place, shapes)
-        scales = jax.eval_shape(lambda: self._scales((1, 1, 2)))
+        slots = sharding.sharding(self._mesh, "batch", "kv_heads", column=sharding.DECODING)
         named = functools.partial(jax.sharding.NamedSharding, self._mesh)
-        pages = jax.tree.map(named, page_specs(PageCache(jnp.zeros(()), scales)))
-        return self._by_layer(lambda _: self._states(), lambda _: pages, lambda *_: slots, 1)
+
+        def place(cache: Any) -> Any:
+            if isinstance(cache, StateCache):
+                return self._states()
+            if isinstance(cache, PageCache):
+                return jax.tree.map(named, page_specs(cache))
+            return jax.tree.map(lambda _: slots, cache)
+
+        return tuple(map(place, jax.eval_shape(functools.partial(self.empty, 1))))
 
     def _states(self) -> StateCache:
         """Return the shardings of states and windows: over replicas, and heads over tensor."""
