@@ -13,7 +13,7 @@ from shown_commands import ROOT, commands_of, tokens_of, what_is_wrong
 
 import dapo_jax
 from dapo_jax.config.experiment import Config
-from dapo_jax.config.settings import AUTO, explain, leaves, takes_auto
+from dapo_jax.config.settings import AUTO, explain, fields, leaves, takes_auto
 from dapo_jax.types.rules import TYPE_NAMES
 
 PAGES = sorted(
@@ -98,6 +98,17 @@ def test_the_glossary_is_in_order_and_every_word_has_a_link():
     assert all(rows), [line for line, row in zip(lines, rows, strict=True) if not row]
     words = [row[1].casefold() for row in rows]
     assert words == sorted(words) and len(words) > 25
+
+
+def test_the_page_lists_what_a_resumed_run_may_change():
+    text = (ROOT / "docs/reliability.md").read_text().partition("These may change:\n\n")[2]
+    shown, name = [], ""
+    for code in re.findall("`([^`]+)`", text.partition("\n\n")[0]):
+        name = name.rpartition(".")[0] + code if code.startswith(".") else code
+        shown.append(name)
+    may = {name for name, field in fields(Config).items() if field.metadata["may_change"]}
+    listed = {n for n in fields(Config) for s in shown if f"{n}.".startswith(f"{s}.")}
+    assert listed - {"rollout.carry_over"} == may
 
 
 def test_the_citation_is_of_this_version():
