@@ -40,7 +40,7 @@ EXTRAS = {
     "report": 395,
     "samplers": 899,
     "serve": 1_236,
-    "sft": 870,
+    "sft": 862,
     "tinker": 1_563,
     "trackers": 142,
     "vllm": 260,

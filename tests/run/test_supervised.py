@@ -2,6 +2,7 @@
 
 import os
 import pathlib
+import shutil
 import signal
 import sys
 
@@ -13,7 +14,7 @@ from conftest import TINY
 from learners import assert_close, logprobs_alone
 from output_folders import snapshot
 from row_files import write_lines
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 from several import COMMAND, Several, assert_rounded_alike
 from supervised_runs import example_rows, pair_rows, read_metrics, settings
 
@@ -215,10 +216,12 @@ def test_a_killed_run_resumes_bit_for_bit_and_one_of_other_settings_starts_from_
     size: dict = {"examples_per_step": 14} if command == "sft" else {"pairs_per_step": 14}
     size["lora"] = LORA if command == "dpo" else Lora()
 
-    def config_in(folder, **changes):
+    start = shutil.copytree(tiny_folder, tmp_path / "start")
+
+    def config_in(folder):
         folder.mkdir(exist_ok=True)
-        changes = {"total_steps": 6, "save_every_steps": 3} | size | changes
-        return kind(**settings(folder, rows, tiny_folder, **changes))
+        changes = {"total_steps": 6, "save_every_steps": 3} | size
+        return kind(**settings(folder, rows, start, **changes))
 
     whole, stopped = (config_in(tmp_path / side) for side in SIDES)
     halfway, rates = tmp_path / "stopped/out.halfway", update.learning_rates
@@ -228,10 +231,13 @@ def test_a_killed_run_resumes_bit_for_bit_and_one_of_other_settings_starts_from_
             raise Killed
         return rates(config, step)
 
-    for seed in (1, 0):  # the second run is another one
+    weights = stored(tiny_folder)
+    for factor in (1.5, 1.0):  # the second run begins from other weights
+        tensors = {name: factor * array for name, array in weights.items()}
+        save_file(tensors, start / "model.safetensors", metadata={"format": "pt"})
         with monkeypatch.context() as patch, pytest.raises(Killed):
             patch.setattr(step, "learning_rates", learning_rates)
-            train_supervised(config_in(tmp_path / "stopped", seed=seed))
+            train_supervised(config_in(tmp_path / "stopped"))
         assert (tmp_path / "stopped/out").exists() is False and halfway.is_dir()
     assert "has other settings or data: training starts from scratch" in capfd.readouterr().out
     parts = {path.split("/")[-1] for path in SavedPolicy(halfway).shapes()}

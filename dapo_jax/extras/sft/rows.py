@@ -257,6 +257,7 @@ class Examples:
     evaluation: list[Example]
     notes: str  # line about the examples
     messages: Sequence[str] = ()  # about rows that were left out
+    start: str = ""  # fingerprint of the policy that begins
     sources = heldout = lengths = ()  # of problems
 
     def heldout_prompts(self) -> list[Example]:
@@ -270,8 +271,8 @@ class Examples:
 
     @functools.cached_property
     def digests(self) -> dict[str, dict[str, int | str]]:
-        """Digest of the examples: of all, or of the first ones of a generated source."""
-        digest, count = hashlib.sha256(), len(self.training)
+        """Digest of the policy, and of all examples or the first ones that are generated."""
+        digest, count = hashlib.sha256(self.start.encode()), len(self.training)
         examples = self.training or map(self.at, range(DIGEST_EXAMPLES))
         for group in itertools.chain(*examples, *self.evaluation):
             parts = [array for c in group.completions for array in (c.tokens, c.is_sampled)]

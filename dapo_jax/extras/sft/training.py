@@ -37,6 +37,7 @@ from dapo_jax.learner.minibatches import split_groups
 from dapo_jax.learner.packing import pack, take_tokens
 from dapo_jax.learner.update import Learner
 from dapo_jax.model.decoder import DecoderConfig, init_params
+from dapo_jax.model.load_huggingface import fingerprint
 from dapo_jax.model.save_huggingface import save_folder
 from dapo_jax.rollout import source
 from dapo_jax.rollout.source import SourceState
@@ -208,6 +209,7 @@ def build_given(
     tokenizer = open_tokenizer(config, decoder)
     size = config.rollout.prompts_per_step
     examples = open_examples(settings, tokenizer, size)
+    examples.start = fingerprint(folder)
     processes.check_same(lambda: examples.digests)
     passes = settings.data.passes * len(examples.training) / size
     config.total_steps = settings.total_steps or math.ceil(passes)
