@@ -113,15 +113,10 @@ def numerics(
     if chosen == "cudnn":
         missing = cudnn_attention.missing(device, *shape)
         require(not missing, "compute.attention", name, f"'auto' or 'blocked' without {missing}")
-    reasons, unit = [], 1
-    if chosen == "splash":
-        reasons.append(f"compute.attention = {name!r} on TPU")
-        unit = training_attention.LANES
-    if context > 1:
-        reasons.append(f"mesh.context = {context}, each with two pieces of a row")
-        unit *= training_attention.PIECES * context
+    unit = training_attention.LANES if chosen == "splash" else 1
+    unit *= training_attention.PIECES * context if context > 1 else 1
     fits = row_tokens is None or row_tokens % unit == 0
-    allowed = f"a multiple of {unit} with {' and '.join(reasons)}"
+    allowed = f"a multiple of {unit} with mesh.context = {context} and attention by {chosen}"
     require(fits, "packing.row_tokens", row_tokens, allowed)
     fits = compute.remat != "offload" or any(m.kind == HOST for m in device.addressable_memories())
     allowed = f"another one on {platform}, which has no {HOST} memory"
