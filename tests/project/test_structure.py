@@ -41,7 +41,7 @@ EXTRAS = {
     "samplers": 899,
     "serve": 1_236,
     "sft": 862,
-    "tinker": 1_563,
+    "tinker": 1_559,
     "trackers": 142,
     "vllm": 260,
     "words": 170,

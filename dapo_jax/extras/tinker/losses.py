@@ -94,7 +94,6 @@ def _position_losses(batch: LossBatch, logprobs: Float[Array, "R T K"]) -> Float
 
 def loss_learner(config: DecoderConfig, mesh: jax.sharding.Mesh, frozen: Any) -> Learner:
     """Return the learner of all loss functions; its scores are log-probs and losses."""
-
     device = mesh.devices.flat[0]
 
     def score(params: Any, batch: Any) -> Any:

@@ -34,8 +34,6 @@ SAVE_EVERY = 32  # requests that change a model, which a restart may run again
 KEPT_UNNAMED = 8  # newest unnamed weights for sampling of a model
 STATE_FILE = "state.safetensors"
 CHECKPOINT_KINDS = {"save_weights": "weights", "save_weights_for_sampler": "sampler_weights"}
-Result = tuple[State, bytes]
-NO_TOKENS = np.zeros(0, np.int32)
 _add = jax.jit(lambda total, part: jax.tree.map(jax.numpy.add, total, part), donate_argnums=0)
 
 
@@ -72,7 +70,7 @@ def pack_data(data: Sequence[requests.Datum], loss: str, row_shards: int) -> tup
     for number, datum in enumerate(data):
         none = np.zeros(len(datum.tokens), np.float32)  # log-probs are inputs of the loss here
         response = Completion(datum.tokens, none, truncated=False, policy_step=0, text="")
-        segments.append(Segment(Prompt(number, "", "", NO_TOKENS, "", ""), response, number))
+        segments.append(Segment(Prompt(number, "", "", datum.tokens[:0], "", ""), response, number))
     packed, microbatches = pack(segments, row_tokens, rows)
     columns = 1 << (max(datum.columns for datum in data) - 1).bit_length()
     inputs = {}
@@ -209,7 +207,7 @@ class Operations:
         for model_id in self._models:
             self._save(model_id)
 
-    def _apply(self, request: Request, model: Any) -> tuple[Model, Result]:
+    def _apply(self, request: Request, model: Any) -> tuple[Model, tuple[State, bytes]]:
         """Run a request; return the model after it, and the result. None: read the model first."""
         policies, kind = self._policies, request.kind
         content = self._store.body(request)
