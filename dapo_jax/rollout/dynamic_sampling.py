@@ -8,15 +8,10 @@ rewards, is dropped or sampled again (`rollout.when_broken`). See also `carry_ov
 """
 
 import collections
-import dataclasses
-import hashlib
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from types import MappingProxyType
+from collections.abc import Callable, Iterator, Sequence, Set
 from typing import Any, Protocol
-
-import numpy as np
 
 from dapo_jax.config.experiment import Config, Reward
 from dapo_jax.types.contracts import Sampler
@@ -31,26 +26,6 @@ from dapo_jax.types.structs import (
 
 INITIAL_KEPT_FRACTION = 0.5  # estimate before any group is scored
 MIN_KEPT_FRACTION = 1 / 16  # bounds how many prompts a pessimistic estimate requests
-
-# Scored groups by position in the data, each with the digest of its prompt's tokens.
-FinishedGroups = Mapping[int, tuple[str, Group]]
-NO_GROUPS: FinishedGroups = MappingProxyType({})
-
-
-def digest_tokens(tokens: np.ndarray) -> str:
-    """Return a digest that identifies a prompt."""
-    return hashlib.sha256(np.asarray(tokens, np.int32).tobytes()).hexdigest()[:16]
-
-
-def recall(finished: FinishedGroups, prompt: Prompt) -> Group | None:
-    """Return the finished group of a prompt, or None if that position had another prompt.
-
-    The caller passes groups of this step only: the policy that sampled them is not checked.
-    """
-    digest, group = finished.get(prompt.index, ("", None))
-    if group is None or digest != digest_tokens(prompt.tokens):
-        return None
-    return dataclasses.replace(group, prompt=prompt)
 
 
 class Starved(RuntimeError):
@@ -147,13 +122,12 @@ class Collection:
         kept = len(self._kept & scored)
         return next_kept_fraction(self._kept_fraction, kept, len(scored), self._wanted)
 
-    def request(self, prompt: Prompt, finished: FinishedGroups) -> bool:
+    def request(self, prompt: Prompt, finished: Group | None) -> bool:
         """Add a prompt; return True if its responses must be sampled."""
         self._requested.append(prompt)
-        group = recall(finished, prompt)
-        if group:
-            self._add(group)
-        return group is None
+        if finished:
+            self._add(finished)
+        return finished is None
 
     def decode(self, sampler: Sampler, judge: Judge) -> None:
         """Decode a burst; meanwhile submit the groups that ended before it to the judge."""
@@ -332,7 +306,7 @@ def collect(
     prompts: Iterator[Prompt],
     sampler: Sampler,
     judge: Judge,
-    finished: FinishedGroups = NO_GROUPS,
+    recall: Callable[[Prompt], Group | None] = lambda _: None,
     on_scored: Callable[[list[Group]], None] = lambda _: None,
     on_burst: Callable[[Collection], None] = lambda _: None,
     interrupted: Callable[[], bool] = lambda: False,
@@ -344,6 +318,7 @@ def collect(
 
     Args:
         prompts: the data order, from the position of the collection on.
+        recall: returns the group of a prompt that an earlier try of this step has finished.
         on_scored: receives groups with final rewards.
         on_burst: receives the collection after every burst.
         interrupted: asked between bursts; True ends the collection.
@@ -363,7 +338,7 @@ def collect(
         collection.sample_again(sampler)
         while collection.wants_more(sampler):
             prompt = next(prompts)
-            if collection.request(prompt, finished):
+            if collection.request(prompt, recall(prompt)):
                 sampler.submit(prompt, samples)
         nothing_to_decode = sampler.idle
         if not nothing_to_decode:

@@ -18,9 +18,7 @@ from dapo_jax.rollout.carry_over import CarryOverCollection
 from dapo_jax.rollout.curriculum import Pools, RestingPrompts, update_pools
 from dapo_jax.rollout.dynamic_sampling import (
     INITIAL_KEPT_FRACTION,
-    NO_GROUPS,
     Collection,
-    FinishedGroups,
     Judge,
     Starved,
     collect,
@@ -34,6 +32,7 @@ from dapo_jax.types.structs import (
     Group,
     Interrupted,
     PartialGroup,
+    Prompt,
     RolloutKey,
     SamplerCounts,
     SamplingRule,
@@ -85,8 +84,9 @@ class GroupSource(Protocol):
 class Journal:
     """Storage of the scored groups of an unfinished step; this one stores nothing."""
 
-    def begin(self, step: int) -> FinishedGroups:
-        return NO_GROUPS
+    def begin(self, step: int) -> None: ...
+
+    def recall(self, prompt: Prompt) -> Group | None: ...
 
     def add(self, groups: Sequence[Group]) -> None: ...
 
@@ -176,6 +176,7 @@ class RolloutSource:
         rate, seed = self.config.rollout.resting_rate, self.config.seed
         self.prompts.position = state.position
         prompts = RestingPrompts(self.prompts, state.pools, rate, seed)
+        self.journal.begin(step)
         try:
             with self.show(step + 1, sampler.counts) as on_burst:
                 batch = collect(
@@ -183,7 +184,7 @@ class RolloutSource:
                     prompts,
                     sampler,
                     self.judge,
-                    self.journal.begin(step),
+                    self.journal.recall,
                     on_scored=self.journal.add,
                     on_burst=on_burst,
                     interrupted=self.interrupted,

@@ -24,7 +24,6 @@ from etils import epath
 
 from dapo_jax.config.experiment import Checkpoint
 from dapo_jax.learner.batches import TrainState
-from dapo_jax.rollout.dynamic_sampling import FinishedGroups, digest_tokens
 from dapo_jax.rollout.group_format import pack_partial, unpack_partial
 from dapo_jax.rollout.source import Journal
 from dapo_jax.run.identity import Record
@@ -350,6 +349,11 @@ class Checkpoints:
 # --- the journal of an unfinished step --------------------------------------------------------
 
 
+def digest_tokens(tokens: np.ndarray) -> str:
+    """Return a digest that identifies a prompt."""
+    return hashlib.sha256(np.asarray(tokens, np.int32).tobytes()).hexdigest()[:16]
+
+
 class RolloutJournal(Journal):
     """Journal of the scored groups of an unfinished step, so that a kill loses none of them.
 
@@ -367,12 +371,13 @@ class RolloutJournal(Journal):
         self._identity = identity
         self._storage = storage
         self._step = 0
+        self.finished: dict[int, tuple[str, Group]] = {}  # by position, with the prompt's digest
         # Two threads use these; each use is one operation of Python, which is atomic.
         self._unwritten: list[Group] = []
         self._write_is_queued = False
 
-    def begin(self, step: int) -> FinishedGroups:
-        """Return the groups that an earlier try of a step has finished."""
+    def begin(self, step: int) -> None:
+        """Read the groups that an earlier try of a step has finished."""
         self._storage.drain()
         self._step = step
         self._unwritten = []
@@ -388,7 +393,14 @@ class RolloutJournal(Journal):
             groups |= self._read(folder / name)
         # A file that one process can't read is ignored by all.
         readable = map(set, processes.all_gather_json(sorted(groups), "finished groups"))
-        return {index: groups[index] for index in set.intersection(*readable)}
+        self.finished = {index: groups[index] for index in set.intersection(*readable)}
+
+    def recall(self, prompt: Prompt) -> Group | None:
+        """Return the finished group of a prompt, or None if that position had another prompt."""
+        digest, group = self.finished.get(prompt.index, ("", None))
+        if group is None or digest != digest_tokens(prompt.tokens):
+            return None
+        return dataclasses.replace(group, prompt=prompt)
 
     def add(self, groups: Sequence[Group]) -> None:
         """Queue groups that were scored; those with a failed reward are left out."""

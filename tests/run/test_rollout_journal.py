@@ -1,5 +1,6 @@
 """Groups of a step that was killed are read back, and make the step that they would have made."""
 
+import dataclasses
 import functools
 import glob
 import pathlib
@@ -14,7 +15,6 @@ import pytest
 from kept_groups import SETTINGS, differing, make_kept, used, without_costs
 from small_runs import make_groups, make_quick_config, read_rows
 
-from dapo_jax.rollout.dynamic_sampling import recall
 from dapo_jax.run.run import train
 from dapo_jax.run.store import JOURNAL, RolloutJournal
 from dapo_jax.runtime.storage.files import Storage
@@ -31,11 +31,18 @@ def opened(folder, identity="of this run", storage=None) -> RolloutJournal:
     return RolloutJournal(folder, identity, storage or Storage())
 
 
+def begun(folder, *identity, step=0) -> RolloutJournal:
+    journal = opened(folder, *identity)
+    journal.begin(step)
+    return journal
+
+
 def write(folder, *batches) -> None:
     """A file for each batch of groups, as where none is judged while one is written."""
     storage = Storage()
     kept = opened(folder, storage=storage)
-    assert not kept.begin(0)
+    kept.begin(0)
+    assert not kept.finished
     for groups in batches:
         kept.add(groups)
         storage.drain()
@@ -48,10 +55,10 @@ def groups(tiny_folder, tmp_path):
 
 def test_what_was_kept_is_read_back_whole(groups, tmp_path):
     write(tmp_path, groups[:1], groups[1:])
-    known = opened(tmp_path).begin(0)
-    assert sorted(known) == [group.prompt.index for group in groups]
+    known = begun(tmp_path)
+    assert sorted(known.finished) == [group.prompt.index for group in groups]
     for group in groups:
-        found = recall(known, group.prompt)
+        found = known.recall(group.prompt)
         assert found is not None and found.prompt is group.prompt
         assert found.verdicts == group.verdicts and not found.failed
         for name in "rewards", "raw_rewards", "correct":
@@ -60,31 +67,31 @@ def test_what_was_kept_is_read_back_whole(groups, tmp_path):
             np.testing.assert_array_equal(one.tokens, other.tokens)
             np.testing.assert_array_equal(one.sampler_logprobs, other.sampler_logprobs)
             assert one.sampled_by == other.sampled_by and one.truncated == other.truncated
-    assert not opened(tmp_path).begin(1)
+    assert not begun(tmp_path, step=1).finished
 
 
 def test_a_damaged_file_another_run_and_another_prompt_are_left_alone(groups, tmp_path):
     write(tmp_path, groups[:1], groups[1:])
-    assert not opened(tmp_path, "of another run").begin(0)
+    assert not begun(tmp_path, "of another run").finished
     first, second = sorted((tmp_path / JOURNAL).rglob("*.groups"))
     content = bytearray(first.read_bytes())
     for place in range(40, len(content), len(content) // 25):
         changed = bytearray(content)
         changed[place] ^= 4
         first.write_bytes(changed)
-        known = opened(tmp_path).begin(0)
+        known = begun(tmp_path).finished
         found = known.get(groups[0].prompt.index)
         # A flipped bit in the header changes nothing that is read.
         assert found is None or found[1].verdicts == groups[0].verdicts
         assert len(known) >= len(groups) - 1
     first.write_bytes(b"")
     second.write_bytes(second.read_bytes()[:200])
-    known = opened(tmp_path).begin(0)
-    assert not known
+    assert not begun(tmp_path).finished
     first.write_bytes(content)
-    known = opened(tmp_path).begin(0)
-    assert recall(known, groups[0].prompt) and not recall(known, groups[1].prompt)
-    assert recall(known, groups[1].prompt) is None
+    known = begun(tmp_path)
+    assert known.recall(groups[0].prompt) and known.recall(groups[1].prompt) is None
+    other = dataclasses.replace(groups[0].prompt, tokens=groups[0].prompt.tokens + 1)
+    assert known.recall(other) is None
 
 
 def test_groups_go_when_a_checkpoint_has_their_step(groups, tmp_path):
