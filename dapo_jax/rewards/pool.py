@@ -82,10 +82,11 @@ class BatchScorer:
 
 
 class ProcessScorer:
-    """Scorer that calls a function in a pool's worker processes, `seconds` at most."""
+    """Scorer that calls a function in a pool's worker processes, within the reward's limit."""
 
-    def __init__(self, function: RewardFunction, seconds: float, pool: WorkerPool):
-        self._function, self._seconds, self._pool = function, seconds, pool
+    def __init__(self, function: RewardFunction, reward: Reward, pool: WorkerPool):
+        self._function, self._seconds, self._pool = function, reward.timeout_seconds, pool
+        self._free = asyncio.Semaphore(function.concurrency or reward.concurrency)  # if it is async
 
     async def score(self, call: Call) -> PartsReply:
         return await asyncio.wrap_future(self._pool.submit(self._ask, call))
@@ -102,10 +103,6 @@ class ProcessScorer:
 
 class LocalScorer(ProcessScorer):
     """Scorer in this process: async calls in the event loop, others in the pool's threads."""
-
-    def __init__(self, function: RewardFunction, seconds: float, pool: WorkerPool, most: int):
-        super().__init__(function, seconds, pool)
-        self._free = asyncio.Semaphore(most)
 
     async def score(self, call: Call) -> PartsReply:
         if not self._function.is_async:
@@ -125,16 +122,9 @@ class AsyncScorer(ProcessScorer):
     requests to a judge.
     """
 
-    def __init__(
-        self,
-        function: RewardFunction,
-        seconds: float,
-        pool: WorkerPool,
-        most: int,
-        worker: RestartingWorker,
-    ):
-        super().__init__(function, seconds, pool)
-        self.worker, self._free = worker, asyncio.Semaphore(most)
+    def __init__(self, worker: RestartingWorker, *own: Any):
+        super().__init__(*own)
+        self.worker = worker
         self._counts = collections.Counter[str]()  # that no reply has had
         self._calls: dict[str, tuple[Call, asyncio.Future]] = {}
         self._sent: set[str] = set()
@@ -215,12 +205,11 @@ class RewardPool:
         )
         self._scorers: dict[str, ProcessScorer] = {}
         for name, function in functions.items():
-            own = function, reward.timeout_seconds, self._pool
-            most = function.concurrency or reward.concurrency
+            own = function, reward, self._pool
             if name not in in_workers:
-                self._scorers[name] = LocalScorer(*own, most)
+                self._scorers[name] = LocalScorer(*own)
             elif function.is_async:
-                self._scorers[name] = AsyncScorer(*own, most, open_functions(name))
+                self._scorers[name] = AsyncScorer(open_functions(name), *own)
             else:
                 self._scorers[name] = ProcessScorer(*own)
         self._async = [s for s in self._scorers.values() if isinstance(s, AsyncScorer)]

@@ -151,11 +151,11 @@ def verify_and_score(
         verdicts = verifying.verify(workers[1:], calls)
         if verifying.together == 1 and verdicts[0].failure:
             verdicts = verifying.verify(workers[1:], calls)
+        prompts, seconds = [prompt for prompt, _ in jobs], verifying.reward.timeout_seconds
+        pairs = zip(prompts, verdicts, strict=True)
+        return [_score_answer(workers[0], *pair, seconds) for pair in pairs]
     except Exception as error:
         return [Verdict(False, None, make_failure(error, Outcome.CRASH)) for _ in calls]
-    pairs = zip(jobs, verdicts, strict=True)
-    seconds = verifying.reward.timeout_seconds
-    return [_score_answer(workers[0], prompt, verdict, seconds) for (prompt, _), verdict in pairs]
 
 
 def _score_answer(
