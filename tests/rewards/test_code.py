@@ -215,18 +215,20 @@ X32, CLONE3 = 0x40000000, 435
     ("machine", "architecture", "calls"),
     [("x86_64", 0xC000003E, X86), ("aarch64", 0xC00000B7, ARM)],
 )
-def test_the_filter_decides_by_call_flags_and_architecture(machine, architecture, calls):
-    program = sandbox.seccomp_filter(machine)
+@pytest.mark.parametrize("forks", [False, True])
+def test_the_filter_decides_by_call_flags_and_architecture(machine, architecture, calls, forks):
+    program = sandbox.seccomp_filter(machine, forks)
+    of_forks = ALLOW if forks else REJECT
     decisions = {
         ("read",): ALLOW,
         ("socket",): REJECT,
         ("clone", 0x3D0F00): ALLOW,
         ("clone", 0x10010011): REJECT,
-        ("clone", 17): REJECT,
+        ("clone", 17): of_forks,
         ("mmap", 0, 0, 3, 0x22): ALLOW,
         ("mmap", 0, 0, 3, 0x21): REJECT,
         ("mmap", 0, 0, 3, 0x122): REJECT,
-    } | ({("fork",): REJECT} if "fork" in calls else {})
+    } | ({("fork",): of_forks} if "fork" in calls else {})
     for (name, *arguments), decision in decisions.items():
         assert filtered(program, architecture, calls[name], *arguments) == decision, name
     assert filtered(program, 0x40000003, calls["read"]) == KILL

@@ -43,9 +43,9 @@ _REJECTED = """
     finit_module 313 273, swapon 167 224, reboot 169 142, quotactl 179 60, acct 163 89,
     socket 41 198, personality 135 92, syslog 103 116, io_uring_setup 425, io_uring_enter 426,
     io_uring_register 427, open_tree 428, move_mount 429, fsopen 430, fsconfig 431, fsmount 432,
-    fspick 433, pidfd_open 434, pidfd_getfd 438, mount_setattr 442, memfd_secret 447, fork 57 -1,
-    vfork 58 -1
+    fspick 433, pidfd_open 434, pidfd_getfd 438, mount_setattr 442, memfd_secret 447
 """
+_FORKS = ", fork 57 -1, vfork 58 -1"
 _MACHINES = {"x86_64": (0, 0xC000003E, 56, 9), "aarch64": (1, 0xC00000B7, 220, 222)}
 _CLONE3 = 435
 _NEW_NAMESPACES = 0x7E020000  # CLONE_NEW*
@@ -59,8 +59,11 @@ class SandboxError(OSError):
     """The sandbox itself failed, not the program in it."""
 
 
-def seccomp_filter(machine: str) -> bytes:
-    """Return the program of a seccomp filter, as cBPF, for a `platform.machine()`."""
+def seccomp_filter(machine: str, forks: bool) -> bytes:
+    """Return the program of a seccomp filter, as cBPF, for a `platform.machine()`.
+
+    With `forks` it allows new processes, else only threads.
+    """
     column, architecture, clone, mmap = _MACHINES[machine]
     reject = _instruction(0x06, 0x50000 | errno.EPERM)
     kill, allow = _instruction(0x06, 0x80000000), _instruction(0x06, 0x7FFF0000)
@@ -72,7 +75,8 @@ def seccomp_filter(machine: str) -> bytes:
         return _instruction(code, value, 0, 1) + then
 
     equal, at_least, has_bits = 0x15, 0x35, 0x45
-    calls = [int((2 * name.split()[1:])[column]) for name in _REJECTED.split(",")]
+    names = (_REJECTED + _FORKS * (not forks)).split(",")
+    calls = [int((2 * name.split()[1:])[column]) for name in names]
     program = [load(4), _instruction(equal, architecture, 1, 0), kill, load(0)]
     program += [unless(at_least, _X32, kill)]
     program += [unless(equal, number, reject) for number in calls if number >= 0]
@@ -83,7 +87,8 @@ def seccomp_filter(machine: str) -> bytes:
     shared += unless(equal, _SHARED_ANONYMOUS, reject) + allow
     program += [_instruction(equal, mmap, 0, len(shared) // 8), shared]
     program += [_instruction(equal, clone, 1, 0), allow, load(16)]
-    program += [unless(has_bits, _NEW_NAMESPACES, reject), unless(has_bits, _THREAD, allow), reject]
+    program += [unless(has_bits, _NEW_NAMESPACES, reject)]
+    program += [allow] if forks else [unless(has_bits, _THREAD, allow), reject]
     return b"".join(program)
 
 
@@ -107,12 +112,14 @@ class Program(NamedTuple):
     Attributes:
         arguments: of the sandbox's Python, which has no site packages.
         files: contents by name, read-only in /code.
-        seconds: limit of CPU time.
+        seconds: limit of CPU time of each process.
+        command: in place of Python; it may start processes.
     """
 
     arguments: Sequence[str]
     files: Mapping[str, bytes]
     seconds: float
+    command: Sequence[str] = ()
 
 
 class Process:
@@ -139,7 +146,7 @@ class Process:
             (self._status, write), self._reported = os.pipe(), b""
             os.set_blocking(self._status, False)
             held(write)
-            rule = held(sealed_file(seccomp_filter(platform.machine())))
+            rule = held(sealed_file(seccomp_filter(platform.machine(), bool(program.command))))
             files = {name: held(sealed_file(text)) for name, text in program.files.items()}
             words = _bubblewrap(python, files, rule, write) + _limited(program, python)
             names = "stdin", "stdout", "stderr"
@@ -244,7 +251,7 @@ def _limited(program: Program, python: str) -> list[str]:
     limits = {"cpu": seconds, "data": MEMORY_BYTES, "fsize": TMP_BYTES, "core": 0, "memlock": 0}
     limits |= {"nproc": MAX_PROCESSES, "nofile": MAX_FILES}
     words = ["--", "prlimit", *(f"--{name}={n}:{n}" for name, n in limits.items())]
-    return [*words, python, "-I", "-S", *program.arguments]
+    return [*words, *(program.command or (python, "-I", "-S", *program.arguments))]
 
 
 @functools.cache

@@ -10,6 +10,7 @@ import functools
 import json
 import os
 import pathlib
+import shlex
 import subprocess
 import time
 from collections.abc import Callable, Sequence
@@ -39,10 +40,12 @@ class Tests(NamedTuple):
     Attributes:
         inputs: texts for standard input, or Python texts.
         outputs: what is expected, by input; none for Python texts.
+        command: command line of a program in another language than Python.
     """
 
     inputs: Sequence[str]
     outputs: Sequence[str]
+    command: Sequence[str] = ()
 
 
 class Result(NamedTuple):
@@ -54,7 +57,8 @@ class Result(NamedTuple):
 
 def read_tests(columns: dict[str, Any]) -> Tests:
     """Return the tests of a row's columns. Raises ValueError, SyntaxError for other forms."""
-    tests = columns["tests"]
+    tests, command = columns["tests"], columns.get("command") or ()
+    command = shlex.split(command) if isinstance(command, str) else [*map(str, command)]
     if isinstance(tests, str) and tests.lstrip()[:1] in ("{", "["):
         tests = json.loads(tests)
     if isinstance(tests, list) and tests and all(isinstance(test, dict) for test in tests):
@@ -64,23 +68,24 @@ def read_tests(columns: dict[str, Any]) -> Tests:
         function = str(tests.get("fn_name") or "")
         values = inputs if function else inputs + outputs
         fits = all(isinstance(value, list if function else str) for value in values)
-        if fits and inputs and len(inputs) == len(outputs):
+        if fits and inputs and len(inputs) == len(outputs) and not (function and command):
             pairs = [json.dumps(pair) for pair in zip(inputs, outputs, strict=True)]
             calls = [f"assert __returns__({function!r}, {pair!r})" for pair in pairs]
-            return Tests(calls, []) if function else Tests(inputs, outputs)
+            return Tests(calls, []) if function else Tests(inputs, outputs, command)
     texts: Any = [tests] if isinstance(tests, str) else tests
-    if isinstance(texts, list) and texts and all(isinstance(t, str) and t.strip() for t in texts):
+    fits = isinstance(texts, list) and all(isinstance(t, str) and t.strip() for t in texts)
+    if texts and fits and not command:
         entry = columns.get("entry_point")
         if entry and "def check(" in texts[-1]:
             texts = [*texts[:-1], f"{texts[-1]}\ncheck({entry})"]
         ast.parse("\n".join(texts))
         return Tests(texts, [])
-    raise ValueError(f"tests must be {FORMS}: not {tests!r:.80}")
+    raise ValueError(f"tests must be {FORMS}; with a command, pairs of texts: not {tests!r:.80}")
 
 
 def with_tests(wanted: WantedColumns) -> WantedColumns:
     """Add the columns that `read_tests` reads."""
-    required, optional = wanted.required | {"tests"}, wanted.optional | {"entry_point"}
+    required, optional = wanted.required | {"tests"}, wanted.optional | {"command", "entry_point"}
     return wanted._replace(required=required, optional=optional, check=read_tests)
 
 
@@ -143,7 +148,7 @@ def run_code(code: str, tests: Tests, seconds: float, every: bool) -> Result:
     files, passed = {"program": code.encode("utf-8", "replace")}, list[bool]()
     if not tests.outputs:
         return _run_asserts(tests.inputs, files, seconds, start)
-    program = Program(["/code/program"], files, seconds)
+    program = Program(["/code/program"], files, seconds, tests.command)
     for given, expected in zip(tests.inputs, tests.outputs, strict=True):
         with start(program, stdin=given.encode(), stdout=subprocess.PIPE) as process:
             output = process.read(len(expected) + MAX_OUTPUT_BYTES)
