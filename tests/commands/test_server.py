@@ -94,6 +94,13 @@ def test_connections_beyond_the_limit_get_503(byte_folder, same_engine):
             assert ask(served.http_port).status == 503
 
 
+def test_a_body_that_does_not_arrive_gets_408(byte_folder, same_engine):
+    with http_serving(byte_folder, request_seconds=0.3) as (served, _):
+        answer = send_half(served.http_port).getresponse()
+        assert answer.status == 408 and answer.headers["connection"] == "close"
+        assert "not arrived within 0.3 s" in json.load(answer)["error"]["message"]
+
+
 def test_only_json_of_known_hosts_and_origins_is_served(server, byte_folder, same_engine):
     for headers, status, message in read_table(__file__, "headers"):
         answer = ask(server.http_port, **headers)

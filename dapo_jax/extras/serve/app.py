@@ -28,7 +28,11 @@ from dapo_jax.extras.serve.settings import ServeConfig
 from dapo_jax.runtime.keys import LOOPBACK, has_key
 from dapo_jax.types.errors import ConfigError, require
 
-ERROR_HEADERS = {401: {"WWW-Authenticate": "Bearer"}, 429: {"Retry-After": "1"}}
+ERROR_HEADERS = {
+    401: {"WWW-Authenticate": "Bearer"},
+    408: {"Connection": "close"},
+    429: {"Retry-After": "1"},
+}
 BACKLOG = 2048
 POLL_SECONDS = 0.1
 STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
@@ -70,13 +74,18 @@ class OpenaiApi:
 
 
 async def read_body(http: HttpRequest, config: ServeConfig) -> bytes:
-    """Return the body of a request. Raise `RequestError` if it is too large."""
+    """Return the body of a request. Raise `RequestError` if it is too large or slow."""
     limit, body = int(config.max_body_mb * 1e6), bytearray()
     announced = int(http.headers.get("content-length", 0))  # h11 rejects what is no number
-    async for part in http.stream():
-        body += part
-        if max(announced, len(body)) > limit:
-            raise RequestError(f"the body is too large: at most {limit} bytes", status=413)
+    try:
+        async with asyncio.timeout(config.request_seconds):
+            async for part in http.stream():
+                body += part
+                if max(announced, len(body)) > limit:
+                    raise RequestError(f"the body is too large: at most {limit} bytes", status=413)
+    except TimeoutError:
+        late = f"the body has not arrived within {config.request_seconds:g} s"
+        raise RequestError(late, status=408) from None
     return bytes(body)
 
 

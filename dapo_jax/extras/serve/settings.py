@@ -54,6 +54,7 @@ class ServeConfig(Section):
     api_key_file: str = setting("", "File with the clients' key; empty: DAPO_API_KEY, if set.")
     allowed_hosts: str = setting("", "Other names of this server, comma-separated; '*': any.")
     max_body_mb: Positive = setting(1.0, "Largest body of a request, in 10^6 bytes.")
+    request_seconds: Positive = setting(10.0, "Seconds for a request's body to arrive.")
     max_connections: Count = setting(800, "Connections; more are rejected.")
     shutdown_seconds: PositiveOr0 = setting(20.0, "Time for running requests after SIGTERM.")
     tinker: bool = setting(False, "Serve Tinker's training API on http_port instead.")
