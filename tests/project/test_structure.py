@@ -24,7 +24,7 @@ MAX_TEST_LINES = 32_944
 EXTRAS = {
     "alerts": 150,
     "arithmetic": 136,
-    "code": 700,
+    "code": 711,
     "distillation": 270,
     "doctor": 180,
     "environments": 450,
@@ -39,7 +39,7 @@ EXTRAS = {
     "plan": 950,
     "report": 395,
     "samplers": 899,
-    "serve": 1_236,
+    "serve": 1_246,
     "sft": 862,
     "tinker": 1_559,
     "trackers": 142,
