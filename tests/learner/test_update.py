@@ -252,11 +252,8 @@ def test_rows_of_earlier_steps_are_taken_unless_others_save_a_tenth():
         assert choose_rows(updates, shapes, 1e9, compiled=compiled) == expected
 
 
-def test_arrays_never_get_fewer_microbatches():
+def test_fill_counts_what_microbatches_compute_and_arrays_never_get_fewer():
     rollouts, used = pack_updates([segments([9])], Packing(100, 2, False), 4)
     assert rollouts.tokens.shape == (1, 4, 2, 100) and used == [1]
-
-
-def test_fill_counts_what_microbatches_compute():
     rollouts, used = pack_updates([segments([50, 50, 30]), segments([9])], Packing(100, 2, False))
     assert used == [1, 1] and fill(rollouts, used) == pytest.approx(139 / 400)

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from conftest import TINY
 from jax._src.cudnn import fused_attention_stablehlo as cudnn
+from row_files import read_table
 
 from dapo_jax.config.experiment import Compute, Mesh
 from dapo_jax.model import (
@@ -135,46 +136,14 @@ def by_plain(length: int = LENGTH, tokens: int | None = None, sinks: bool = Fals
     return arrays, ids, results("plain", arrays, ids, None, window, SINKS if sinks else None)
 
 
-def equals_plain(name, length, sizes=None, *, block=16, window=None, sinks=False, slow=False):
-    """Row of the test below; a window in a tuple is one of a program with full layers too."""
-    row = name, length, sizes, block, window, sinks
-    return pytest.param(
-        *row, marks=[pytest.mark.slow] * slow, id=f"{name}-{length}-{sizes}-{window}"
-    )
+# Kind, length, axes of eight devices, block, window (a tuple: one of a program with full layers
+# too), sinks. Blocks of 5 divide no piece of a row that is cut over devices.
+AS_PLAIN = read_table(__file__, "as plain") + [
+    pytest.param(*row, marks=pytest.mark.slow) for row in read_table(__file__, "as plain, slow")
+]
 
 
-EACH_DEVICE = {"data": 2, "fsdp": 2, "tensor": 2}
-
-
-@pytest.mark.parametrize(
-    ("name", "length", "sizes", "block", "window", "sinks"),
-    [
-        *(equals_plain("blocked", length) for length in (64, 50, 16, 1)),
-        *(equals_plain("blocked", 50, window=tokens) for tokens in (7, 16, 33, 1)),
-        equals_plain("blocked", 9, window=3),
-        # Each device has its own rows and heads.
-        equals_plain("blocked", LENGTH, EACH_DEVICE, block=128),
-        equals_plain("blocked", LENGTH, {"decode_tensor": 4, "tensor": 2}, block=128),
-        equals_plain("splash", LENGTH, {"fsdp": 2, "decode_tensor": 2, "tensor": 2}),
-        equals_plain("cudnn", LENGTH, EACH_DEVICE, slow=True),
-        # One program for sliding layers and for full ones.
-        equals_plain("blocked", 256, EACH_DEVICE, block=64, window=(100,)),
-        equals_plain("blocked", 256, EACH_DEVICE, block=64, window=(100,), sinks=True),
-        equals_plain("cudnn", 256, EACH_DEVICE, window=(100,)),
-        equals_plain("splash", 256, EACH_DEVICE, window=(100,), slow=True),
-        equals_plain("splash", 256, EACH_DEVICE, window=(100,), sinks=True, slow=True),
-        # Rows are cut over devices; blocks of 5 divide no piece.
-        equals_plain("blocked", 48, {"fsdp": -1, "tensor": 2, "context": 2}, block=5, window=7),
-        equals_plain("blocked", 48, {"fsdp": -1, "context": 4}, block=5),
-        equals_plain("blocked", 48, {"fsdp": -1, "tensor": 2, "context": 2}, sinks=True),
-        *(
-            equals_plain(
-                "splash", 512, {"fsdp": 2, "tensor": 2, "context": 2}, window=window, slow=True
-            )
-            for window in (None, 100, (100,))
-        ),
-    ],
-)
+@pytest.mark.parametrize(("name", "length", "sizes", "block", "window", "sinks"), AS_PLAIN)
 @pytest.mark.usefixtures("cudnn_reference")
 def test_attention_and_its_gradients_equal_plain(
     name, length, sizes, block, window, sinks, monkeypatch
