@@ -6,6 +6,7 @@ its turn in the data order comes, it is requested only with the probability
 the position decide.
 """
 
+import itertools
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
 
@@ -39,10 +40,7 @@ class RestingPrompts:
     """
 
     def __init__(self, prompts: Iterator[Prompt], pools: Pools, rate: float, seed: int):
-        self._prompts = prompts
-        self._pools = pools
-        self._rate = rate
-        self._seed = seed
+        self._prompts, self._pools, self._rate, self._seed = prompts, pools, rate, seed
         self.passed_over = 0
 
     def __iter__(self) -> Iterator[Prompt]:
@@ -50,14 +48,10 @@ class RestingPrompts:
 
     def __next__(self) -> Prompt:
         """Return the next active prompt, or a resting one whose turn has come."""
-        prompt = next(self._prompts)
-        for _ in range(MAX_PASSED_OVER):
-            if prompt.digest not in self._pools or self._is_requested(prompt):
-                break
+        for prompt in itertools.islice(self._prompts, MAX_PASSED_OVER):
+            key = [self._seed, PURPOSE, prompt.index]
+            rests = prompt.digest in self._pools
+            if not rests or np.random.default_rng(key).random() < self._rate:
+                return prompt
             self.passed_over += 1
-            prompt = next(self._prompts)
-        return prompt
-
-    def _is_requested(self, prompt: Prompt) -> bool:
-        key = [self._seed, PURPOSE, prompt.index]
-        return np.random.default_rng(key).random() < self._rate
+        return next(self._prompts)
