@@ -115,10 +115,6 @@ class TinkerServer(Requests):
         self.process.send_signal(signal.SIGKILL)
         self.process.wait()
 
-    def stop(self) -> int:
-        self.process.terminate()
-        return self.process.wait(60)
-
 
 def loss_message(model: str, number: int, data: list, loss: str = "cross_entropy", **fields: Any):
     """Return the body of a forward_backward; a datum is (tokens, inputs by name)."""
