@@ -68,10 +68,9 @@ def opened(tmp_path, monkeypatch):
         one.close()
 
 
-def step(environments, said, seed=7, failed=None, index=0, answer=""):
-    prompt = make_prompt(index, [3, 4])
-    prompt = prompt if not answer else dataclasses.replace(prompt, answer=answer)
-    failed = [""] * (len(said) - 1) if failed is None else failed
+def step(environments, said, seed=7, prompt=None, **changes):
+    prompt = prompt or make_prompt(0, [3, 4])
+    prompt, failed = dataclasses.replace(prompt, **changes), [""] * (len(said) - 1)
     (reply,) = environments.steps([environments.submit(prompt, seed, said, failed)])
     return reply
 
@@ -141,13 +140,9 @@ class factory:
 
 def replies(environments, prompt, *said):
     """Steps of a trajectory, turn by turn, as (text, reward, failure)."""
-    found = []
-    for turns in range(1, len(said) + 1):
-        job = prompt, 7, said[:turns], [""] * (turns - 1)
-        (step,) = environments.steps([environments.submit(*job)])
-        assert bool(step.tokens) == bool(step.text) and not step.late
-        found.append((step.text, step.reward, step.failure))
-    return found
+    found = [step(environments, said[: n + 1], prompt=prompt) for n in range(len(said))]
+    assert all(bool(reply.tokens) == bool(reply.text) and not reply.late for reply in found)
+    return [(reply.text, reply.reward, reply.failure) for reply in found]
 
 
 WRONG, RIGHT, ENDED = (SecondTry.FEEDBACK, 0.0, ""), ("", 1.0, ""), ("", 0.0, "")

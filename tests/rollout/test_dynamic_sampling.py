@@ -1,6 +1,7 @@
 """Dynamic sampling with scripted lengths and rewards: which groups are kept, in which order."""
 
 import collections
+import dataclasses
 import random
 from concurrent.futures import Future
 
@@ -252,21 +253,17 @@ def test_an_interruption_takes_effect_between_bursts():
         collect(collection, prompts, sampler, None, interrupted=lambda: True)
 
 
-def test_dropped_prompts_are_counted_once():
-    data = Data(train_problems=100, max_prompt_tokens=9, overlong_prompts="drop")
-    prompts = PromptStream(data, 0, arithmetic_tokenizer())
-    collected = [run(lambda i: 1, prompts=prompts)[0] for _ in range(3)]
+def test_dropped_and_truncated_prompts_are_counted_once():
+    short = Data(train_problems=100, max_prompt_tokens=9)
+    drop = dataclasses.replace(short, overlong_prompts="drop")
+    whole, cut = (PromptStream(data, 0, arithmetic_tokenizer()) for data in (drop, short))
+    collected = [run(lambda i: 1, prompts=whole)[0] for _ in range(3)]
     assert all(step.asked_prompts > 4 for step in collected)  # the surplus is asked for again
     dropped = sum(step.dropped_prompts for step in collected)
-    assert prompts.position == 12 + dropped and dropped > 0
-
-
-def test_truncated_prompts_are_counted_when_they_are_used():
-    data = Data(train_problems=100, max_prompt_tokens=9)
-    prompts = PromptStream(data, 0, arithmetic_tokenizer())
-    collected = run(lambda i: 1, prompts=prompts)[0]
-    cut = sum(group.prompt.truncated for group in collected.groups)
-    assert collected.truncated_prompts == cut > 0 == collected.dropped_prompts
+    assert whole.position == 12 + dropped and dropped > 0
+    collected = run(lambda i: 1, prompts=cut)[0]
+    truncated = sum(group.prompt.truncated for group in collected.groups)
+    assert collected.truncated_prompts == truncated > 0 == collected.dropped_prompts
 
 
 # --- the surplus: groups that were finished past the last one used ---------------------------
