@@ -34,7 +34,7 @@ _DEFINED_IN = {
     "Algorithm": "config.algorithm",
     "preset": "config.algorithms",
     "presets": "config.algorithms:PRESETS",
-    "JudgeUnavailable": "types.structs",
+    "JudgeUnavailable": "types.errors",
     "Observation": "types.structs",
     "is_equivalent": "extras.math.algebra_process",
     "overlong_punishment": "rewards.group_rewards",
@@ -99,8 +99,8 @@ if TYPE_CHECKING:  # the same names, for editors and type checkers
     from dapo_jax.learner import advantages, losses
     from dapo_jax.rewards.group_rewards import overlong_punishment
     from dapo_jax.run.policy import Policy, sample
-    from dapo_jax.types.errors import ConfigError
-    from dapo_jax.types.structs import JudgeUnavailable, Observation
+    from dapo_jax.types.errors import ConfigError, JudgeUnavailable
+    from dapo_jax.types.structs import Observation
 
 
 def __getattr__(name: str) -> Any:

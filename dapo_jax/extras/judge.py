@@ -4,26 +4,19 @@ The response is a JSON string in which no control token of a chat template or ta
 can't end before its end; and only a reply that is one JSON object has a score.
 """
 
-import asyncio
 import concurrent.futures
 import contextlib
 import hashlib
-import http.client
 import json
 import os
 import re
 import threading
 import time
-import urllib.error
-import urllib.request
 from typing import Any, ClassVar
 
-from etils import epath
-
 from dapo_jax.config.settings import Section, setting
-from dapo_jax.runtime.storage.files import write_lines
+from dapo_jax.types.errors import JudgeUnavailable
 from dapo_jax.types.rules import Count, CountOr0, Positive, PositiveOr0, Temperature, Url
-from dapo_jax.types.structs import JudgeUnavailable
 
 MAX_REPLY_BYTES = 1 << 20
 FIRST_DELAY_SECONDS = 0.5  # between attempts; it doubles
@@ -114,6 +107,7 @@ class ModelJudge:
 
     async def __call__(self, prompt: str, response: str, answer: str, rubric: str = "") -> Score:
         """Return the score of a response. Raises JudgeUnavailable."""
+        import asyncio  # not above: every config imports this module
 
         own, stop = (self._settings, prompt), threading.Event()
         both = [write_messages(*own, text, answer, rubric) for text in (response, "")]
@@ -140,13 +134,15 @@ class ModelJudge:
 
     def _grade(self, messages: list[dict], counts: dict, stop: threading.Event) -> float:
         """Return the score of a readable reply; no further request is sent after `stop`."""
+        from etils import epath
+
+        from dapo_jax.runtime.storage.files import write_lines
+
         settings, reply = self._settings, ""
         request: dict[str, Any] = {"model": settings.model, "messages": messages}
         request |= {"temperature": settings.temperature, "max_tokens": settings.max_tokens}
         request |= {"response_format": FORMAT} if settings.structured else {}
-        place = hashlib.sha256(
-            json.dumps(request).encode()
-        ).hexdigest()  # not by the judge's address
+        place = hashlib.sha256(json.dumps(request).encode()).hexdigest()  # not by its address
         kept = epath.Path(settings.cache) / place[:2] / place if settings.cache else None
         with contextlib.suppress(OSError, ValueError):
             return read_score(kept.read_text() if kept else "", settings.highest)
@@ -162,7 +158,7 @@ class ModelJudge:
                 return score
             except JudgeUnavailable:
                 raise
-            except (OSError, http.client.HTTPException) as error:
+            except OSError as error:
                 kind, reason, seconds = JudgeUnavailable, error, FIRST_DELAY_SECONDS * 2**attempt
             except ValueError as error:
                 reason, seconds = f"the judge replied {reply!r:.100}: {error}", 0.0
@@ -172,6 +168,10 @@ class ModelJudge:
 
     def _ask(self, request: dict[str, Any], counts: dict[str, float]) -> str:
         """Return the text of a reply. Raises JudgeUnavailable if another try would fail too."""
+        import http.client
+        import urllib.error
+        import urllib.request
+
         settings, content = self._settings, b""
         url = f"{settings.url.rstrip('/')}/chat/completions"
         key = os.environ.get("OPENAI_API_KEY", "EMPTY")
@@ -188,10 +188,10 @@ class ModelJudge:
         except urllib.error.HTTPError as error:
             text = f"{url}: status {error.code}: {error.read(300).decode(errors='replace')}"
             raise ERRORS.get(error.code, JudgeUnavailable)(text) from None
-        except OSError as error:  # no connection, or reset before the server read the request
+        except (OSError, http.client.HTTPException) as error:  # no connection, or reset unread
             is_unread = isinstance(error, urllib.error.URLError)
             counts["judge_calls"] -= is_unread or type(error) is ConnectionResetError
-            raise
+            raise error if isinstance(error, OSError) else OSError(error) from None
         try:
             reply = json.loads(content)
             usage = reply.get("usage") or {}

@@ -30,6 +30,12 @@ class ConfigError(ValueError):
         self.field = field
 
 
+class JudgeUnavailable(ConnectionError):
+    """Raise this in a reward function when an external service is unavailable."""
+
+    counts: dict[str, float] = {}  # of requests, for metrics
+
+
 def require(condition: bool, field: str, value: Any, allowed: str) -> None:
     """Raise `ConfigError` with the field, its value and what is allowed, unless `condition`."""
     if not condition:

@@ -91,12 +91,6 @@ FAILURES = tuple(Outcome)[3:]
 SLOW = "slow"  # `Verdict.decided` of a text that took the verifier too long: it is wrong
 
 
-class JudgeUnavailable(ConnectionError):
-    """Raise this in a reward function when an external service is unavailable."""
-
-    counts: dict[str, float] = {}  # of requests, for metrics
-
-
 class Failure(NamedTuple):
     """Failure of a reward, with the error."""
 

@@ -46,7 +46,10 @@ def test_a_preset_behind_a_file_works_in_python(tmp_path):
 
 def test_import_loads_no_heavy_module():
     code = (
-        "import sys, dapo_jax; dir(dapo_jax); dapo_jax.Config; dapo_jax.train; dapo_jax.sample\n"
+        "import sys, dapo_jax; dapo_jax.Config()  # as `--help` and a wrong flag do\n"
+        "heavy = {'jax', 'numpy', 'asyncio', 'yaml'} & set(sys.modules)\n"
+        "assert not heavy, heavy\n"
+        "dir(dapo_jax); dapo_jax.train; dapo_jax.sample\n"
         "assert dapo_jax.is_equivalent(r'\\boxed{0.5}', '1/2')\n"
         "heavy = {'tensorflow', 'jetstream', 'orbax', 'matplotlib'} & set(sys.modules)\n"
         "assert not heavy, heavy\n"
