@@ -78,8 +78,9 @@ class WorkerProcess:
         # Code that runs in the worker can write lines too, but does not know the ids.
         identity = secrets.token_hex(8)
         request = {"id": identity, "computing": computing, "job": job}
-        reply = json.loads(self._exchange(json.dumps(request).encode() + b"\n", deadline))
-        if not isinstance(reply, dict) or reply.get("id") != identity:
+        lines = self._exchange(json.dumps(request).encode() + b"\n", deadline).splitlines()
+        reply = json.loads(lines[0])
+        if len(lines) > 1 or not isinstance(reply, dict) or reply.get("id") != identity:
             raise ValueError("the worker wrote a line that is no reply to the request")
         return reply["reply"]
 
