@@ -432,7 +432,9 @@ def test_tools_are_written_by_the_template_and_calls_come_as_such(agent, monkeyp
     assert choice.finish_reason == "tool_calls" and choice.message.content is None
     (called,) = choice.message.tool_calls
     assert (called.function.name, json.loads(called.function.arguments)) == ("add", {"a": 7})
+    assert not hasattr(called, "index")  # which parts of a stream have
     chunks = list(agent.chat.completions.create(**request, tools=TOOLS, stream=True))
+    assert chunks[-1].choices[0].delta.tool_calls[0].index == 0
     assert chunks[-1].choices[0].delta.tool_calls[0].function.arguments == '{"a": 7}'
     assert chunks[-1].choices[0].finish_reason == "tool_calls"
     answered = [choice.message, {"role": "tool", "tool_call_id": called.id, "content": "14"}]

@@ -79,10 +79,7 @@ class CompletionResponse:
         return "".join(pieces) + ("" if budget else stream.rest())
 
     async def _changed(self) -> AsyncIterator[_Choice]:
-        """Yield choices that sample nothing, then each time the one that has got tokens.
-
-        Raise `RequestError` if no more will come.
-        """
+        """Yield choices that sample nothing, then each that gets tokens. Raise `RequestError`."""
         for choice in self._choices:
             if choice.finish_reason:
                 yield choice
@@ -125,7 +122,10 @@ class CompletionResponse:
             async for choice in self._changed():
                 has_text = len(choice.text) > choice.sent[0] and not self._fields.offered
                 if choice.finish_reason or has_text:
-                    yield _event(header | {"choices": [await self._part(choice)]})
+                    part = await self._part(choice)
+                    for number, call in enumerate(part.get("delta", {}).get("tool_calls", ())):
+                        call["index"] = number
+                    yield _event(header | {"choices": [part]})
             if "usage" in header:
                 yield _event(header | {"choices": [], "usage": self._usage()})
             yield "data: [DONE]\n\n"
@@ -147,8 +147,7 @@ class CompletionResponse:
             content = {"delta": {"content": text} if text or not calls else {}}
         if calls:
             reason = "tool_calls"
-            numbered = [{"index": number} | call for number, call in enumerate(calls)]
-            content["delta"]["tool_calls"] = numbered
+            content["delta"]["tool_calls"] = calls
         if fields.return_token_ids:
             content["token_ids"] = choice.ids[count:]
         return {"index": choice.index, "finish_reason": reason, "logprobs": logprobs} | content
