@@ -150,7 +150,7 @@ def train(
     checks.check(config)
     checks.check_run(config)
     processes.prepare_jax()
-    from dapo_jax.run.run import train as run
+    from dapo_jax.run.loop import train as run
     from dapo_jax.runtime.signals import Signals
 
     signals = Signals(config.checkpoint.leave_seconds)

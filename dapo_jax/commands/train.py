@@ -66,7 +66,7 @@ def work(config: Config) -> int:
     from dapo_jax.runtime.storage.files import UNSAVED, NotSaved
 
     with checks.loading(config.log.console):
-        from dapo_jax.run.run import train
+        from dapo_jax.run.loop import train
         from dapo_jax.runtime.signals import Signals
     signals = Signals(config.checkpoint.leave_seconds)
     try:

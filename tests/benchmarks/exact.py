@@ -24,7 +24,7 @@ from dapo_jax.learner.minibatches import make_minibatches
 from dapo_jax.learner.packing import tree_index
 from dapo_jax.model.trainable import join
 from dapo_jax.run.build import build
-from dapo_jax.run.run import first_state
+from dapo_jax.run.loop import first_state
 from dapo_jax.runtime import sharding
 from dapo_jax.types.structs import SamplingRule
 

@@ -12,7 +12,7 @@ import pytest
 from command_lines import run
 from row_files import read_table
 
-from dapo_jax.run import run as runs
+from dapo_jax.run import loop as runs
 
 HERE = pathlib.Path(__file__).parent
 CONFIGS = HERE.parents[1] / "configs"

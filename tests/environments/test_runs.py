@@ -13,7 +13,7 @@ from small_runs import equal, make_quick_config, open_run, read_rollouts, read_r
 
 from dapo_jax.config.experiment import Data, Environment, Log, Reward, Rollout, Sampler
 from dapo_jax.run.evaluate import evaluate
-from dapo_jax.run.run import train
+from dapo_jax.run.loop import train
 from dapo_jax.types.errors import ConfigError
 
 STEPS = 2

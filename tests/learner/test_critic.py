@@ -19,8 +19,8 @@ from dapo_jax.learner.update import LearnerStates, learning_rates
 from dapo_jax.model import load_huggingface, save_huggingface
 from dapo_jax.rollout.source import SourceState
 from dapo_jax.run.build import build
+from dapo_jax.run.loop import train
 from dapo_jax.run.metrics import feedback_metrics
-from dapo_jax.run.run import train
 from dapo_jax.step import TrainerState
 from dapo_jax.types.errors import ConfigError
 

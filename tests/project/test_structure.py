@@ -14,7 +14,7 @@ import sys
 import pytest
 from test_layout import LIBRARY, ROOT, tree_of
 
-LOOP = "dapo_jax.run.run"
+LOOP = "dapo_jax.run.loop"
 MAX_CLOSURE_LINES = 23_480
 MAX_CLOSURE_MODULES = 109
 MAX_ARROWS = 50

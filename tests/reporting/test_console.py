@@ -19,7 +19,7 @@ from small_runs import CLOCKED, ROOT, make_short_config, read_rows
 from dapo_jax.extras.report.command import ReportConfig, report
 from dapo_jax.run.console import PROGRAMS, WIDTH, Progress, step_lines
 from dapo_jax.run.evaluate import evaluate
-from dapo_jax.run.run import train
+from dapo_jax.run.loop import train
 from dapo_jax.runtime.processes import print_error, printable
 from dapo_jax.types.errors import ConfigError
 from dapo_jax.types.structs import Group, Verdict
@@ -89,7 +89,7 @@ import os, sys
 import jax
 from small_runs import make_short_config
 from dapo_jax.run import console as progress
-from dapo_jax.run.run import train
+from dapo_jax.run.loop import train
 jax.config.update("jax_compilation_cache_dir", sys.argv[2] + "_cache")
 progress.SLOW_SECONDS, progress.COMPILING_SECONDS = 0.0, 0.1
 train(make_short_config(*sys.argv[1:]))

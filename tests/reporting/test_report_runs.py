@@ -9,7 +9,7 @@ from small_runs import make_quick_config, read_rollouts, read_rows
 
 from dapo_jax.config.experiment import Log, Optimizer
 from dapo_jax.extras.report import page
-from dapo_jax.run.run import train
+from dapo_jax.run.loop import train
 
 
 @pytest.fixture(scope="module")

@@ -25,8 +25,8 @@ from dapo_jax.rewards.group_rewards import reward_group
 from dapo_jax.rollout import dynamic_sampling
 from dapo_jax.rollout.dynamic_sampling import Starved
 from dapo_jax.run.heldout import check_scored, report_on
+from dapo_jax.run.loop import train
 from dapo_jax.run.metrics import trace
-from dapo_jax.run.run import train
 from dapo_jax.run.sinks import make_responses
 from dapo_jax.run.store import JOURNAL
 from dapo_jax.types.structs import Failure, Group, Outcome

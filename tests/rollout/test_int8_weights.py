@@ -24,7 +24,7 @@ from dapo_jax.model.layers import Adapters
 from dapo_jax.model.param_paths import summed_axes
 from dapo_jax.model.quantisation import int8_product, to_int8
 from dapo_jax.model.trainable import MATRICES, is_trained
-from dapo_jax.run.run import train
+from dapo_jax.run.loop import train
 from dapo_jax.runtime import sharding
 from dapo_jax.runtime.sharding import make_mesh
 

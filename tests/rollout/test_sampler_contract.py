@@ -20,7 +20,7 @@ from dapo_jax.learner.minibatches import make_minibatches
 from dapo_jax.learner.packing import tree_index
 from dapo_jax.rollout.scheduler import Scheduler
 from dapo_jax.run.build import build
-from dapo_jax.run.run import first_state
+from dapo_jax.run.loop import first_state
 from dapo_jax.types.structs import RolloutKey, SamplingRule, Stop
 
 PROMPTS = [make_prompt(i, [i] * (3 + i % 4)) for i in range(2, 9)]

@@ -19,7 +19,7 @@ from dapo_jax.learner import update
 from dapo_jax.rollout import source
 from dapo_jax.rollout.dynamic_sampling import Starved
 from dapo_jax.rollout.sampling import SAMPLE_FOR_TRAINING
-from dapo_jax.run.run import train
+from dapo_jax.run.loop import train
 from dapo_jax.runtime.sampler_devices import split_devices
 from dapo_jax.types.errors import ConfigError
 from dapo_jax.types.structs import Interrupted, RolloutKey

@@ -18,7 +18,7 @@ from dapo_jax.model.decoder import init_params
 from dapo_jax.model.experts import REPLACED
 from dapo_jax.model.load_huggingface import read_config
 from dapo_jax.run.export import export
-from dapo_jax.run.run import train
+from dapo_jax.run.loop import train
 from dapo_jax.runtime.sharding import unbox
 
 MODELS = pathlib.Path(__file__).parents[1] / "fixtures/models"

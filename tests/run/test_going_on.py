@@ -14,7 +14,7 @@ from dapo_jax.config.experiment import Config, Data, Log, Reward
 from dapo_jax.config.settings import leaves
 from dapo_jax.run.evaluate import ResponseFile
 from dapo_jax.run.identity import check_same_run, run_identity
-from dapo_jax.run.run import finished
+from dapo_jax.run.loop import finished
 from dapo_jax.run.sinks import MetricRows, read_rows
 from dapo_jax.runtime.storage.files import AppendFile, Storage, rewind, write_text
 from dapo_jax.types.errors import ConfigError

@@ -13,7 +13,7 @@ from kills import IN_STEP_3, assert_same_bits, run_killed
 from small_runs import ROOT, make_quick_config, read_rows
 
 from dapo_jax.config.experiment import Checkpoint, Evaluation, Log, Rollout
-from dapo_jax.run.run import train
+from dapo_jax.run.loop import train
 from dapo_jax.run.store import newest_step
 
 TRAIN = "from dapo_jax.commands.train import main\nassert main() == 0"

@@ -26,7 +26,7 @@ from dapo_jax.extras.samplers.weight_versions import WeightVersions
 from dapo_jax.rollout import group_format
 from dapo_jax.rollout.sampling import SAMPLE_FOR_TRAINING
 from dapo_jax.rollout.source import RolloutSource
-from dapo_jax.run.run import train
+from dapo_jax.run.loop import train
 from dapo_jax.types.errors import ConfigError
 from dapo_jax.types.structs import RolloutKey, SamplingRule
 

@@ -15,7 +15,7 @@ import pytest
 from kept_groups import SETTINGS, differing, make_kept, used, without_costs
 from small_runs import make_groups, make_quick_config, read_rows
 
-from dapo_jax.run.run import train
+from dapo_jax.run.loop import train
 from dapo_jax.run.store import JOURNAL, RolloutJournal
 from dapo_jax.runtime.storage.files import Storage
 
@@ -158,7 +158,7 @@ def test_forty_kills_over_settings_change_no_bit(
         "import sys\n"
         "from conftest import first_devices\n"
         "from kept_groups import make_kept\n"
-        "from dapo_jax.run.run import train\n"
+        "from dapo_jax.run.loop import train\n"
         "setting, *folders, count = sys.argv[1:]\n"
         "with first_devices(int(count)):\n"
         "    train(make_kept(setting, *folders, total_steps=3))\n"

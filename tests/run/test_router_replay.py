@@ -19,7 +19,7 @@ from dapo_jax.model.decoder import init_params
 from dapo_jax.model.experts import BALANCE, REPLACED, ROUTES
 from dapo_jax.model.logprobs import Rows, hidden_states
 from dapo_jax.rollout.scheduler import Scheduler
-from dapo_jax.run.run import train
+from dapo_jax.run.loop import train
 from dapo_jax.runtime.sharding import unbox
 from dapo_jax.types.errors import ConfigError
 

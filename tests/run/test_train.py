@@ -24,7 +24,7 @@ from dapo_jax.config.experiment import Optimizer, Sampler
 from dapo_jax.rewards.group_rewards import reward_group
 from dapo_jax.run.build import build
 from dapo_jax.run.evaluate import evaluate
-from dapo_jax.run.run import train
+from dapo_jax.run.loop import train
 from dapo_jax.types.structs import Verdict
 
 
@@ -68,7 +68,7 @@ def test_a_run_leaves_what_people_look_for(finished):
 
 CHILD = """
 from small_runs import make_config
-from dapo_jax.run.run import train
+from dapo_jax.run.loop import train
 {patch}
 train(make_config({base!r}, {run_dir!r}))
 """

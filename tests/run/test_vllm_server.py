@@ -27,7 +27,7 @@ from served import free_port
 from dapo_jax.config.experiment import Config
 from dapo_jax.config.settings import open_extras
 from dapo_jax.extras.vllm.vllm_sampler import Server
-from dapo_jax.run.run import train
+from dapo_jax.run.loop import train
 from dapo_jax.runtime.storage.models import model_path
 from dapo_jax.types.errors import ConfigError
 from dapo_jax.types.structs import RolloutKey, SamplingRule

@@ -20,7 +20,7 @@ from dapo_jax.config.files import read_config
 from dapo_jax.learner.update import LearnerStates
 from dapo_jax.model import load_huggingface, save_huggingface
 from dapo_jax.run import store
-from dapo_jax.run.run import train
+from dapo_jax.run.loop import train
 from dapo_jax.run.store import saved_steps
 from dapo_jax.runtime import nonfinite
 from dapo_jax.runtime.nonfinite import NotFinite, count_skipped, describe

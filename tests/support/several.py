@@ -16,7 +16,7 @@ from dapo_jax.config import experiment
 from dapo_jax.config.experiment import Checkpoint, Config, Data, Log, Mesh, Rollout, Sampler
 from dapo_jax.learner.update import learning_rate
 from dapo_jax.run.build import build
-from dapo_jax.run.run import train
+from dapo_jax.run.loop import train
 from dapo_jax.run.store import Checkpoints
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -131,7 +131,7 @@ def read_and_send(self, judge, wait):
 filtering.Collection.read_verdicts = read_and_send
 """
 AT_THE_END = """
-from dapo_jax.run.run import Run
+from dapo_jax.run.loop import Run
 finish = Run.finish
 def save_and_send(self):
     self.checkpoints.wait()

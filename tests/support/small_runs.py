@@ -32,7 +32,7 @@ from dapo_jax.learner.update import LearnerStates
 from dapo_jax.rewards.group_rewards import reward_group
 from dapo_jax.rollout import source
 from dapo_jax.run import checks
-from dapo_jax.run import run as runs
+from dapo_jax.run import loop as runs
 from dapo_jax.run.build import Components
 from dapo_jax.run.evaluate import evaluate
 from dapo_jax.run.metrics import measure

@@ -52,8 +52,8 @@ from dapo_jax.run.build import (
 from dapo_jax.run.console import Progress
 from dapo_jax.run.export import export
 from dapo_jax.run.identity import OtherRun, check_processes
+from dapo_jax.run.loop import open_run
 from dapo_jax.run.metrics import preference_metrics
-from dapo_jax.run.run import open_run
 from dapo_jax.run.sinks import Callbacks
 from dapo_jax.runtime import processes
 from dapo_jax.runtime.sharding import to_host, unbox
