@@ -59,6 +59,13 @@ def _value(tree: Tree, point: Point, budget: Budget) -> Tree | None:
         return None
 
 
+def _vanishes(both: tuple[Tree, Tree], points: list[Point], budget: Budget) -> bool:
+    """Test whether a part that depends on the letters is 0 at all of these points."""
+    parts = {node for tree in both for node in trees.nodes(tree) if symbols(node)}
+    zero = trees.number(0)
+    return any(all(_value(part, at, budget) == zero for at in points) for part in parts)
+
+
 def same_expression(
     given: Tree, gold: Tree, budget: Budget, whole: frozenset[str] = frozenset()
 ) -> bool:
@@ -78,22 +85,28 @@ def same_expression(
     enough = 1 if is_constant else ENOUGH_POINTS
     points = list(sample_points(given, gold, whole_letters(given, gold, whole)))
     for bits in ball.PRECISIONS:
-        seen = missed = equal = 0
+        missed = equal = 0
+        seen, too_large = list[Point](), False
         with ball.with_bits(bits):
-            for pair in _pairs((given, gold), points, budget):
+            pairs = _pairs((given, gold), points, budget)
+            for (point, _), pair in zip(points, pairs, strict=True):
                 balls = None if pair is None else _balls(pair, budget, constant=is_constant)
                 if pair is None or balls is None:
                     missed += 1
+                    too_large |= pair is not None
                     continue
                 difference = balls[0] - balls[1]
                 if ball.is_apart(difference):
                     return False
-                seen += 1
+                seen.append(point)
                 is_close = bits > max(map(ball.longest_number, pair))
                 is_close &= ball.is_negligible(difference)
                 equal += pair[0] == pair[1] or is_close
         # A corner may have a side where the expressions were too large to compare.
-        if seen == equal >= enough and not (missed and has_corners(given, gold)):
+        if len(seen) == equal >= enough and not (missed and has_corners(given, gold)):
+            # binom(n, 50) is 0 at all integers where e^(63n) is not too large.
+            if too_large and _vanishes((given, gold), seen, budget):
+                break
             return True
     raise Undecided("neither equal nor different")
 
