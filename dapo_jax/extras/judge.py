@@ -153,8 +153,9 @@ class ModelJudge:
             try:
                 reply = self._ask(request, counts)
                 score = read_score(reply, settings.highest)
-                with contextlib.suppress(OSError):
-                    kept and write_lines(kept, [reply.encode()])
+                if kept:
+                    with contextlib.suppress(OSError):
+                        write_lines(kept, [reply.encode()])
                 return score
             except JudgeUnavailable:
                 raise

@@ -162,7 +162,7 @@ class Loader:
         return {path: layer for pair in pairs for path, layer in zip(*pair, strict=False)}
 
     def _compile(self, paths: tuple[str, ...], count: int):
-        def load(leaves, start):
+        def _unstack(leaves, start):
             arrays = {}
             for path, leaf in leaves.items():
                 if not self._is_stacked(path):
@@ -174,7 +174,7 @@ class Loader:
 
         names = (name for path in paths for name in (path, path + SCALE))
         places = {name: [self._places[name]] * count for name in names if name in self._places}
-        return jax.jit(load, out_shardings=places)
+        return jax.jit(_unstack, out_shardings=places)
 
     def _layers(self, path: str, stack: Array) -> dict[str, list[Array]]:
         """Return the layers of a stack in the intermediate layout, and their scales, by name."""

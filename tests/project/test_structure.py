@@ -34,7 +34,7 @@ EXTRAS = {
     "gym": 190,
     "init": 150,
     "jetstream": 162,
-    "judge": 204,
+    "judge": 205,
     "math": 4_004,
     "plan": 950,
     "report": 395,
