@@ -15,6 +15,8 @@ ADVICE: dict[str, str] = {
         ("preset", "algorithm", "algorithm.name", "loss"),
         "write the preset behind the config: FILE:grpo or NAME:grpo",
     ),
+    "algorithm.distillation_top_k": "'jsd' compares whole distributions",
+    "data.overlong": "longer examples are dropped, and counted",
     "format": "export writes Hugging Face folders; llama.cpp's convert_hf_to_gguf.py reads them",
 }
 

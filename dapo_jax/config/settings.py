@@ -12,6 +12,7 @@ import typing
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from dapo_jax.config.foreign_names import ADVICE
 from dapo_jax.runtime import registry
 from dapo_jax.types.errors import ConfigError, check_place, nearest, present_name, require
 from dapo_jax.types.rules import TYPE_NAMES, Allowed, Choices, OwnChoices, Range
@@ -85,7 +86,9 @@ def _find(kind: type, name: str, path: str = "", error: type[Exception] = Config
     if name in known:
         return known[name]
     old = f"{kind.__name__.lower()}.{name}".removeprefix("config.")
+    told = ADVICE.get(f"{path}.{name}".removeprefix("config."), "")  # of a setting that went
     hint = f"; it is now config.{present_name(old)}" if present_name(old) != old else ""
+    hint = hint or f"; {told}" * bool(told)
     hint = hint or nearest(name, known) or f"; {kind.__name__} has {', '.join(known)}"
     raise error(f"{path or kind.__name__}.{name}: there is no such setting{hint}")
 
