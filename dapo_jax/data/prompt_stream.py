@@ -103,15 +103,15 @@ class PromptStream:
         self._opening = opening
         sources = Sources(data, seed, needs_answer, columns)
         self.heldout = sources.heldout()
-        self._heldout = {problem.fingerprint for problem in every_problem(self.heldout)}
+        self._heldout_fingerprints = {p.fingerprint for p in every_problem(self.heldout)}
         needs_examples = data.template == "few_shot"
-        trained = sources.training(self._heldout) if training or needs_examples else []
+        trained = sources.training(self._heldout_fingerprints) if training or needs_examples else []
         self.sources = trained if training else []
         self.template = open_template(data.template)
         check_chat(data.template, tokenizer.chat)
         examples = ()
         if needs_examples:
-            examples = choose_examples(trained, self._heldout, data.few_shot + 1, seed)
+            examples = choose_examples(trained, self._heldout_fingerprints, data.few_shot + 1, seed)
         user = open_text(data.user_template, "data.user_template") if data.user_template else None
         self._beside = Beside(
             chat=tokenizer.chat,
@@ -128,7 +128,7 @@ class PromptStream:
             self._pass = math.ceil(max(passes))
         self._check_files(training)
         # The next step often starts with prompts that this step did not use.
-        self._prompt = functools.lru_cache(CACHED_PROMPTS)(self._make_prompt)
+        self._cached_prompt = functools.lru_cache(CACHED_PROMPTS)(self._make_prompt)
 
     def _check_files(self, training: bool) -> None:
         """Raise `ConfigError` if data.fields or the template does not fit the files."""
@@ -198,7 +198,7 @@ class PromptStream:
 
     def _make_prompt(self, index: int, skipped: int = 0) -> Prompt | None:
         problem = present(self._order[index], "problem")
-        if problem.fingerprint in self._heldout:
+        if problem.fingerprint in self._heldout_fingerprints:
             return None
         return self._write(problem, index, skipped)
 
@@ -208,7 +208,7 @@ class PromptStream:
     def __next__(self) -> Prompt:
         """Return the next prompt; raise `ConfigError` if a whole pass has none."""
         for skipped in range(self._pass):
-            prompt = self._prompt(self.position, skipped)
+            prompt = self._cached_prompt(self.position, skipped)
             self.position += 1
             if prompt is not None:
                 return prompt

@@ -37,7 +37,7 @@ from dapo_jax.types.structs import Group, present
 
 @timed("score")
 def score_pass(
-    config: Config, learners: LearnerPrograms, states: LearnerStates, minibatches: Minibatches
+    config: Config, programs: LearnerPrograms, states: LearnerStates, minibatches: Minibatches
 ) -> ScoredBatch:
     """Score a rollout batch with the policy, and with the other models that the run has.
 
@@ -72,12 +72,12 @@ def score_pass(
     if algorithm.old_logprobs == "sampler":
         old = rollouts.sampler_logprobs
     elif scored := algorithm.scored_minibatches(len(minibatches)):
-        output = score(learners.policy, states.policy.params, rollouts, scored.start)
+        output = score(programs.policy, states.policy.params, rollouts, scored.start)
         old, energies, entropies = output.values, output.energies, output.entropies
         if output.routes is not None:
             rollouts = rollouts.replace(routes=output.routes)
     scores = {}
-    for name, model in learners.scorers.items():
+    for name, model in programs.scorers.items():
         if model.learner:
             params = states.others[name].params if model.params is None else model.params
             if model.tell:

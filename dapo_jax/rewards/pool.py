@@ -197,7 +197,7 @@ class RewardPool:
             for _ in range(reward.workers)
         ]
         self._pool = WorkerPool(workers, "reward")
-        self._verify = BatchScorer(
+        self._verifiers = BatchScorer(
             self._pool,
             reward.workers,
             self.verifier.together,
@@ -297,7 +297,7 @@ class RewardPool:
             pieces = self._split(done.last_turn.tolist()) if with_tokens else None
             own = prompt.text, done.text, prompt.answer
             calls.append(ResponseCall(*own, pieces, prompt.columns))
-        verdicts: list[Verdict] = await self._verify.score([(prompt, call) for call in calls])
+        verdicts: list[Verdict] = await self._verifiers.score([(prompt, call) for call in calls])
         for i, (done, verdict) in enumerate(zip(completions, verdicts, strict=True)):
             failure = verdict.failure if self._reads_verdicts else None
             if done.lost_environment:

@@ -89,8 +89,8 @@ class Run:
             return {}, []
         clock, components, responses = Clock(), self.components, []
         params = self.state.learners.policy.params
-        if measure := components.measure:
-            values = measure(self._heldout, params)
+        if components.measure:
+            values = components.measure(self._heldout, params)
         else:
             with components.progress.working(f"evaluating {len(self._heldout)} held-out problems"):
                 work = components, params, self._heldout, self.signals, {}
