@@ -1,6 +1,6 @@
 """DAPO's Algorithm 1 (arXiv 2503.14476): one step from prompts to an updated policy.
 
-collect      groups of responses with a learning signal   rollout/dynamic_sampling.py
+collect      groups of responses with a learning signal   rollout/source.py, dynamic_sampling.py
 minibatches  split, packed into rows                      learner/minibatches.py
 score        log-probs of old policy and reference        learner/score_pass.py
 estimate     an advantage per token                       learner/advantages.py

@@ -178,7 +178,7 @@ def _named_rows(
 
 
 def plugin_of(name: str) -> Any:
-    """Return the plug-in of a source's name, as of `gym:TASK`, or None."""
+    """Return the plug-in that generates a source, as `gym:TASK` (see `registry.OURS`), or None."""
     return registry.find("sources", re.split("[:?]", name)[0])
 
 

@@ -96,7 +96,7 @@ def device_memory(mesh: jax.sharding.Mesh) -> float:
 
 
 class Learner:
-    """Compiled score pass and update of a model (policy or critic), with their shardings.
+    """Compiled score pass and update of a model, made by `policy_learner` or `critic_learner`.
 
     `start` makes a fresh `TrainState` of parameters; `copy` copies them, since an update donates
     its state. `shardings` and `abstract_state` describe a `TrainState`.

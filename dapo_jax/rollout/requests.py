@@ -80,7 +80,7 @@ class Reader:
 class PendingResponses:
     """Responses of a request that start with the same tokens."""
 
-    group: Request
+    group: Request  # of responses to one prompt; a `Group` only once they are scored
     waiting: collections.deque[int]  # sample numbers of the responses that have no slot yet
     prefix_id: int  # names the cache entries that these responses share
     padded: np.ndarray  # tokens to prefill, padded on the right

@@ -95,7 +95,7 @@ class Journal:
 
 @dataclasses.dataclass(frozen=True)
 class RolloutSource:
-    """Source of the rollouts of each step."""
+    """Source of the rollouts of each step; `sample` runs `dynamic_sampling.collect` for one."""
 
     config: Config
     prompts: PromptStream

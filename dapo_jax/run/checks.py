@@ -1,4 +1,4 @@
-"""Checks of a run beyond its settings, and the exit codes of commands."""
+"""Checks of a run: settings, user functions, folders; and the exit codes of commands."""
 
 import contextlib
 import inspect

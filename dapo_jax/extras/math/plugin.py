@@ -68,7 +68,7 @@ def read_gold(verifier: str, gold: str) -> Reading:
 
 
 class MathVerifying(Verifying):
-    """`final_number`, `math`, `math_box`, `math_label` and `dapo`."""
+    """Verifier behind the names `final_number`, `math`, `math_box`, `math_label` and `dapo`."""
 
     together = 64
 
