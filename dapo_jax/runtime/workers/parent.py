@@ -17,7 +17,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 START_SECONDS = 60.0  # for an interpreter to start on a busy machine
-MIN_SECONDS, MAX_SECONDS = 1e-3, 1e6  # of a socket's time limit: 0 and infinity mean others
+MAX_SECONDS = 1e6  # of a socket's time limit, which cannot be infinite
 MAX_REPLY_BYTES = 1 << 26  # rewards of each token of 64 responses; a longer reply is broken
 # Longer limits of a second attempt, relative to the first.
 LATE_FACTOR = 4
@@ -94,7 +94,9 @@ class WorkerProcess:
     def _exchange(self, message: bytes, deadline: float) -> bytes:
         def transfer(function: Callable[[Any], Any], argument: Any) -> Any:
             seconds = deadline - time.monotonic()
-            self._channel.settimeout(min(max(seconds, MIN_SECONDS), MAX_SECONDS))
+            if seconds <= 0:  # also of a process that never stops writing
+                raise TimeoutError
+            self._channel.settimeout(min(seconds, MAX_SECONDS))
             return function(argument)
 
         reply = bytearray()
@@ -108,9 +110,8 @@ class WorkerProcess:
             raise TimeoutError("no answer in time") from None
         except OSError:
             reply.clear()
-        if not reply.endswith(
-            b"\n"
-        ):  # not in the block above: no lost connection is the error's context
+        # Not in the block above: no lost connection is the error's context.
+        if not reply.endswith(b"\n"):
             raise OSError("the worker died")
         return bytes(reply)
 
