@@ -112,12 +112,15 @@ def test_the_old_name_of_a_setting_of_an_extra_leads_to_the_new_one(name, capsys
     tables: Any = "x"
     for part in reversed(name.split(".")):
         tables = {part: tables}
-    with pytest.raises(ConfigError, match="top_k: there is no such setting; 'jsd' compares whole"):
-        from_dict(Config, {"algorithm": {"distillation_top_k": 8}})
     with pytest.raises(ConfigError, match="it is now config.extras"):
         from_dict(Config, tables)
     with pytest.raises(AttributeError, match="it is now config.extras"):
         operator.attrgetter(name)(Config())
+
+
+def test_a_table_with_a_setting_that_went_says_what_replaces_it():
+    with pytest.raises(ConfigError, match="top_k: there is no such setting; 'jsd' compares whole"):
+        from_dict(Config, {"algorithm": {"distillation_top_k": 8}})
 
 
 def test_a_table_of_some_settings_of_a_section_keeps_the_others():

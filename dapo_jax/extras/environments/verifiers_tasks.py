@@ -110,7 +110,7 @@ def open_package(field: str, name: str) -> Package:
 def open_problems(
     field: str, name: str, data: Data, seed: int, split: str
 ) -> tuple[Problem, ...] | None:
-    """Return the tasks of a package as problems, whose metadata is the task's data.
+    """Return a package's tasks as problems; a problem's metadata holds the task's data.
 
     Held-out ones (None) are taken from these. An endless package gives as many as both splits need.
 

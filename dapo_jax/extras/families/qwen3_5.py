@@ -6,7 +6,7 @@ from dapo_jax.model.family import EXPERT_TENSORS, LAYER_TENSORS, Family
 
 
 def _tensors(*projections: str) -> dict[str, str]:
-    """Return the tensors of a delta-net layer whose first projections have these names."""
+    """Return tensor names of a delta-net layer, given those of its first projections."""
     return LAYER_TENSORS | {
         "delta/conv": "linear_attn.conv1d.weight",
         "delta/log_decay": "linear_attn.A_log",

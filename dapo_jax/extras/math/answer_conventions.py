@@ -128,7 +128,7 @@ def _has_other_kind(given: str, gold: str, problem: str) -> bool:
 
 
 def _has_other_measure(given: str, gold: str, problem: str) -> bool:
-    """Return True for degrees or radians where the problem asks for the other."""
+    """Test whether an answer is in degrees where radians are asked, or the reverse."""
     asks_degrees, asks_radians = (re.search(unit, problem) for unit in (r"degrees?\b", "radian"))
     if r"\pi" in given and r"\pi" not in gold and asks_degrees:
         return True

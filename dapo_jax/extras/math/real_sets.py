@@ -37,7 +37,7 @@ class Region(NamedTuple):
 
 
 def _combined(rule: Callable[[Iterator[bool]], bool], parts: list[Region]) -> Region:
-    """Return the set of numbers for whose memberships in the parts `rule` is True."""
+    """Combine parts into one set: `rule` decides from a number's membership in each."""
     ends = [end for part in parts for end in part.ends]
     return Region(ends, lambda place: rule(part.holds(place) for part in parts))
 
@@ -167,7 +167,7 @@ class RealSets:
 
 
 def zeros(tree: Tree, budget: Budget) -> list[Tree]:
-    """Return constants among which are all real numbers where an expression is 0 or has a pole.
+    """Return constants that include all real zeros and poles of an expression.
 
     Other numbers, also not real ones, may be among them. Raises `Refused` if they are not known.
     """
