@@ -17,6 +17,7 @@ from jaxtyping import Array, Float, Int
 from dapo_jax.types.structs import SamplingRule
 
 BLOCK = 128
+BITS = 30  # of a probability: float32 up to 1 has fewer than 2^30 patterns
 MIN_TOP_P = 1e-6  # below, float32 could leave no token; the most likely one is kept
 # Purposes, part of a random key. A served prompt's key has its order of arrival, or its seed.
 SAMPLE_FOR_TRAINING, SAMPLE_FOR_EVALUATION, SAMPLE_FOR_SERVING, SAMPLE_BY_SEED = range(4)
@@ -53,16 +54,32 @@ def truncate(probabilities: Float[Array, "S V"], top_p: float, top_k: int) -> Fl
     return _most_likely(probabilities, top_p, top_k if 0 < top_k < vocab else None)
 
 
+@jax.named_scope("most_likely")
 def _most_likely(probabilities: Array, top_p: Any, top_k: Any) -> Array:
     """Truncate by limits that are numbers or arrays [S, 1]; `top_k` None keeps all."""
-    ordered = jnp.sort(probabilities, axis=-1, descending=True)
     if top_k is not None:
-        kept = jnp.arange(probabilities.shape[-1]) < top_k
-        ordered = jnp.where(jnp.atleast_2d(kept), ordered, 0)
-    before = jnp.cumsum(ordered, axis=-1) - ordered
-    inside = (before < top_p * jnp.sum(ordered, axis=-1, keepdims=True)) & (ordered > 0)
-    smallest = jnp.min(jnp.where(inside, ordered, jnp.inf), axis=-1, keepdims=True)
-    return jnp.where(probabilities >= smallest, probabilities, 0)
+        probabilities = _above_edge(probabilities, 1, top_k)
+    limit = jnp.where(top_p < 1, top_p * jnp.sum(probabilities, -1, keepdims=True), jnp.inf)
+    return _above_edge(probabilities, probabilities, limit)
+
+
+def _above_edge(probabilities: Float[Array, "S V"], weights: Array | int, limit: Any) -> Array:
+    """Zero each token unless the weights of all tokens that are likelier sum to less than a limit.
+
+    The least likely token that stays is found by halving an interval of float32 bit patterns, which
+    have the order of the numbers: 30 sums instead of a sort of the vocabulary.
+    """
+    bits = jax.lax.bitcast_convert_type(probabilities, jnp.int32)
+
+    def halve(_: Any, ends: tuple[Array, Array]) -> tuple[Array, Array]:
+        low, high = ends
+        middle = low + (high - low) // 2
+        likelier = jnp.sum(jnp.where(bits > middle, weights, 0), axis=-1, keepdims=True)
+        return jnp.where(likelier < limit, low, middle), jnp.where(likelier < limit, middle, high)
+
+    largest = jnp.max(bits, axis=-1, keepdims=True)
+    edge = jax.lax.fori_loop(0, BITS, halve, (jnp.full_like(largest, -1), largest))[1]
+    return jnp.where(bits >= edge, probabilities, 0)
 
 
 def _sampled(logprobs: Float[Array, "S V"], tokens: Array, mass: Float[Array, "S V"], cut: Any):
@@ -133,8 +150,8 @@ def sample_tokens_by_slot(
 ) -> Sampled:
     """Sample as `sample_tokens` does, with a rule per slot: one program serves all rules.
 
-    A slot's token depends on its own logits, key, position and rule only. Sorting the vocabulary
-    is the expensive part, and is skipped if no slot truncates.
+    A slot's token depends on its own logits, key, position and rule only. Finding the likeliest
+    tokens is the expensive part, and is skipped if no slot truncates.
     """
     greedy, vocab = rules.temperature == 0, logits.shape[-1]
     scaled = logits / jnp.where(greedy, 1.0, rules.temperature)[:, None]

@@ -144,6 +144,21 @@ def test_truncation_keeps_the_nucleus_and_the_top_k():
     assert kept(0.5, 3) == [True, True, False, False]
 
 
+@pytest.mark.parametrize("top_p", [1e-6, 0.3, 0.7, 0.999, 1.0])
+@pytest.mark.parametrize("top_k", [0, 1, 5, 299, 300])
+def test_truncation_keeps_each_token_that_too_little_mass_is_likelier_than(top_p, top_k):
+    counts = np.random.default_rng(0).geometric(0.004, (20, 300)) - 1  # with ties and zeros
+    counts[0], counts[1, 1:], counts[2] = 7, 0, np.arange(300) % 3
+    exact = counts / 2.0**20  # sums of such fractions have no rounding
+    kept = exact >= np.sort(exact)[:, -min(top_k or 300, 300), None]
+    mass = np.where(kept, exact, 0)
+    likelier = np.einsum("sv,svw->sw", mass, exact[:, :, None] > exact[:, None])
+    limit = np.float32(top_p) * mass.sum(axis=1, keepdims=True).astype(np.float32)
+    expected = np.where((likelier < limit) | (top_p == 1), mass, 0)
+    got = jax.jit(truncate, static_argnums=(1, 2))(jnp.float32(exact), top_p, top_k)
+    np.testing.assert_array_equal(got, expected.astype(np.float32))
+
+
 def test_slots_with_different_rules_sample_as_with_one_rule():
     rules = [
         SamplingRule(*r) for r in ((1, 1, 0), (0, 1, 0), (0.7, 0.8, 0), (2, 1, 5), (1, 0.9, 7))
@@ -160,7 +175,7 @@ def test_slots_with_different_rules_sample_as_with_one_rule():
         mine = slice(first, None, len(rules))
         np.testing.assert_array_equal(tokens[mine], wanted[mine])
         np.testing.assert_allclose(logprobs[mine], recorded[mine], rtol=1e-5)
-    free = SamplingRules(*(x[::5] for x in arrays))  # no slot asks for a sorted vocabulary
+    free = SamplingRules(*(x[::5] for x in arrays))  # no slot truncates
     alone, *_ = jax.jit(sample_tokens_by_slot)(logits[::5], keys[::5], positions[::5], free)
     np.testing.assert_array_equal(alone, tokens[::5])
 
