@@ -32,9 +32,8 @@ import bench
 CONFIG = pathlib.Path(__file__).parents[2] / "configs" / "smollm2.py"
 BATCH, GRADIENT = "batch.json", "gradient"
 PARTS = ["rollout", "update", "step"]
-EVERY = 4  # steps between evaluations of --learn
+EVERY = 3  # steps between evaluations of --learn
 GOAL = 0.6  # held-out accuracy
-EVALUATION = ("--config.evaluation.top_p=1",)
 WARM_UP = 2  # steps before the timed ones: dapo_jax compiles its update for two lengths of rows
 
 
@@ -125,7 +124,7 @@ class Ours:
         flags = [f"--config.run_dir={run}", f"--config.model.folder={self.args.model}"]
         flags += [f"--config.total_steps={steps}", f"--config.evaluation.every_steps={EVERY}"]
         flags += [f"--config.seed={self.args.seed}"]
-        bench.command("train", f"--config={CONFIG}:words", *flags, *EVALUATION)
+        bench.command("train", f"--config={CONFIG}:words", *flags)
         seconds = 0.0
         for row in map(json.loads, (run / "metrics.jsonl").read_text().splitlines()):
             seconds += row.get("seconds_step", 0.0)
@@ -364,8 +363,7 @@ def median(lines: list[dict], part: str) -> float:
 
 def accuracy(folder: str, seed: int) -> float:
     """Return the accuracy of a policy on the held-out problems of the config."""
-    flags = [f"--model={folder}", f"--config.run_dir={folder}_scores", *EVALUATION]
-    flags += [f"--config.seed={seed}"]
+    flags = [f"--model={folder}", f"--config.run_dir={folder}_scores", f"--config.seed={seed}"]
     printed = bench.command("evaluate", f"--config={CONFIG}:words", *flags)
     return json.loads(printed.splitlines()[-1])["heldout_accuracy"]
 
