@@ -74,10 +74,10 @@ def train(folder: pathlib.Path, rung: str, seed: int, base: pathlib.Path, cores:
     with subprocess.Popen(command) as process:
         if core is not None:
             os.sched_setaffinity(process.pid, {core})
+    cores.put(core)
     if process.returncode:
         raise SystemExit(f"{folder}: exit code {process.returncode}")
     shutil.rmtree(folder / "checkpoints")  # 1.6 GB that nobody reads again
-    cores.put(core)
     print(f"{folder}: done", file=sys.stderr, flush=True)
 
 
