@@ -10,6 +10,7 @@ TITLES = {
     "reward": "reward",
     "entropy": "entropy, nats per token",
     "response_tokens_mean": "response length, tokens",
+    "response_tokens_right": "length of right responses",
     "response_tokens_wrong": "length of wrong responses",
     "kept_fraction": "share of groups kept",
     "all_right_fraction": "share of groups all right",

@@ -67,20 +67,22 @@ class BatchScorer:
         return await asyncio.gather(*(reply for _, reply in jobs))
 
     async def _empty_queue(self) -> None:
-        jobs: list[tuple[Any, asyncio.Future]] = []
         try:
             while self._queue:
                 share = math.ceil(len(self._queue) / self._threads)
                 jobs = [self._queue.popleft() for _ in range(min(share, self._together))]
                 jobs = [(call, reply) for call, reply in jobs if not reply.cancelled()]
                 calls = [call for call, _ in jobs]
-                values = calls and await asyncio.wrap_future(self._pool.submit(self._answer, calls))
-                for (_, reply), value in zip(jobs, values, strict=True):
-                    if not reply.cancelled():
-                        reply.set_result(value)
-        except Exception as error:  # else those who asked would wait for ever
-            for reply in (reply for _, reply in jobs if not reply.done()):
-                reply.set_exception(error)
+                try:
+                    values = calls and await asyncio.wrap_future(
+                        self._pool.submit(self._answer, calls)
+                    )
+                    for (_, reply), value in zip(jobs, values, strict=True):
+                        if not reply.cancelled():
+                            reply.set_result(value)
+                except Exception as error:  # else those who asked would wait for ever
+                    for reply in (reply for _, reply in jobs if not reply.done()):
+                        reply.set_exception(error)
         finally:  # at once: a callback would run after a `score` that then waits for ever
             self._busy.discard(asyncio.current_task())
 

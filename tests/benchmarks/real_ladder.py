@@ -25,18 +25,14 @@ import numpy as np
 sys.path.insert(0, str(pathlib.Path(__file__).parents[2]))  # where configs and notebooks are
 
 from configs.two_strategies import CLAIMS, NAIVE, RUNGS, SWITCHES
-from notebooks import measured
+from notebooks import measure, measured
 
-STEPS, EXAMPLES, LAST = 20, 176, 5  # LAST: steps of a mean at the end
+STEPS, EXAMPLES = 20, 176
 AGAIN, MOST_AGAIN = 0.8, 5  # chance of going on once more
-CURVES = {  # metrics and their units
-    "accuracy": "right responses",
-    "entropy": "nats per token",
-    "response_tokens_right": "tokens of right responses",
-    "response_tokens_wrong": "tokens of wrong responses",
-    "all_right_fraction": "all-right groups",
-    "up_clipped_probability": "probability of up-clipped tokens",
-}
+CURVES = (
+    "accuracy entropy response_tokens_right response_tokens_wrong all_right_fraction "
+    "up_clipped_probability"
+).split()
 
 
 def write_examples(path: pathlib.Path) -> pathlib.Path:
@@ -81,19 +77,14 @@ def train(folder: pathlib.Path, rung: str, seed: int, base: pathlib.Path, cores:
     print(f"{folder}: done", file=sys.stderr, flush=True)
 
 
-def right_counts(path: pathlib.Path) -> np.ndarray:
-    rows = map(json.loads, path.read_text().splitlines())
-    right = {row["index"]: float(row["correct"]) for row in rows}
-    return np.array([right[index] for index in sorted(right)])
-
-
 def read(folder: pathlib.Path, rung: str, seed: int) -> measured.Run:
     lines = (folder / "metrics.jsonl").read_text().splitlines()
     rows = [row for row in map(json.loads, lines) if row["step"] > 0]
-    names = *CURVES, "truncated_fraction", "seconds_step"
+    names = *CURVES, "clip_fraction_high", "truncated_fraction", "seconds_step"
     columns = {name: np.array([row.get(name, np.nan) for row in rows], float) for name in names}
     first, *_, last = sorted((folder / "evaluations").glob("step_*.jsonl"))
-    return measured.Run(rung, seed, columns, right_counts(first), right_counts(last))
+    right = (np.array(measure.right_counts(path), float) for path in (first, last))
+    return measured.Run(rung, seed, columns, *right)
 
 
 def print_ladder(runs: dict[str, list[measured.Run]]) -> None:
@@ -102,46 +93,33 @@ def print_ladder(runs: dict[str, list[measured.Run]]) -> None:
     ends = "truncated_fraction", "response_tokens_right", "response_tokens_wrong", "entropy"
     earlier = None
     for rung, found in runs.items():
-        against = runs["1_naive"] if rung in CLAIMS else earlier
+        against = runs.get("1_naive") if rung in CLAIMS else earlier
         cells = []
         for outcome in measured.OUTCOMES.values():
             cells.append(measured.written(measured.estimate(found, outcome)))
             step = measured.difference(found, against, outcome) if against else None
             cells.append(measured.written(step, signed=True) if step else "")
-        means = [np.nanmean([run.columns[name][-LAST:] for run in found]) for name in ends]
+        means = [np.nanmean([run.end(name) for run in found]) for name in ends]
         digits = (3, 1, 1, 3)
         cells += [f"{mean:.{places}f}" for mean, places in zip(means, digits, strict=True)]
         bench.print_row([f"`{rung}`", *cells])
         earlier = found
-    before = measured.estimate_over_seeds([run.before for run in runs["1_naive"]], 0)
+    before = measured.estimate_over_seeds([run.before for run in found], 0)
     seconds = [run.columns["seconds_step"] for found in runs.values() for run in found]
     print(f"\nbefore: {measured.written(before)}; a step: {np.median(seconds):.1f} s")
 
 
 def draw(picture: str, runs: dict[str, list[measured.Run]]) -> None:
-    """Draw the metrics over the steps: means of three steps and of all seeds, and each seed."""
+    """Draw the metrics over the steps: means of the seeds, and what they span."""
     import matplotlib
 
     matplotlib.use("agg")
-    import matplotlib.pyplot as plt
+    from notebooks import curves
 
-    figure, grid = plt.subplots(2, 3, figsize=(11, 5.6), sharex=True, layout="constrained")
-    for axes, (name, unit) in zip(grid.flat, CURVES.items(), strict=True):
-        for index, (rung, found) in enumerate(runs.items()):
-            each = np.array([run.columns[name] for run in found])
-            windows = np.lib.stride_tricks.sliding_window_view(each, 3, axis=1)
-            steps = np.arange(STEPS - 2) + 2
-            smooth = np.nanmean(windows, axis=2)
-            axes.plot(steps, smooth.T, color=f"C{index}", alpha=0.2, linewidth=0.8)
-            mean = np.nanmean(smooth, axis=0)
-            axes.plot(steps, mean, color=f"C{index}", label=rung, linewidth=1.6)
-        axes.set_title(name, fontsize=9)
-        axes.set_ylabel(unit, fontsize=8)
-        axes.grid(alpha=0.3)
-    for axes in grid[-1]:
-        axes.set_xlabel("step")
-    handles, labels = grid[0, 0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), fontsize=8)
+    figure, grid = curves.new_panels(2, 3)
+    for axes, name in zip(grid.flat, CURVES, strict=True):
+        curves.draw_metric(axes, name, runs)
+    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=4)
     figure.savefig(picture, dpi=90)
 
 

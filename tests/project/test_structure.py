@@ -15,11 +15,11 @@ import pytest
 from test_layout import LIBRARY, ROOT, tree_of
 
 LOOP = "dapo_jax.run.loop"
-MAX_CLOSURE_LINES = 23_299
+MAX_CLOSURE_LINES = 23_301
 MAX_CLOSURE_MODULES = 104
 MAX_ARROWS = 45
-MAX_LIBRARY_LINES = 41_651
-MAX_TEST_LINES = 32_671
+MAX_LIBRARY_LINES = 41_653
+MAX_TEST_LINES = 32_663
 # Lines of an extra, at most.
 EXTRAS = {
     "alerts": 150,

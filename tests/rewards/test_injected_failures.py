@@ -197,3 +197,17 @@ def test_calls_that_come_as_a_task_ends_are_answered(turns):
         return [await first, await asyncio.wait_for(second, 1.0)]
 
     assert asyncio.run(score()) == [["of a"], ["of b"]]
+
+
+def test_a_pool_that_fails_ends_the_calls_it_had_and_answers_those_behind():
+    async def score() -> list:
+        replies = [futures.Future[list](), futures.Future[list]()]
+        replies[0].set_exception(RuntimeError("broken"))
+        replies[1].set_result(["of b"])
+        pool: Any = mock.Mock(submit=mock.Mock(side_effect=replies))
+        scorer = BatchScorer(pool, 1, 1, list)
+        both = asyncio.gather(scorer.score(["a"]), scorer.score(["b"]), return_exceptions=True)
+        return await asyncio.wait_for(both, 1.0)
+
+    error, values = asyncio.run(score())
+    assert isinstance(error, RuntimeError) and values == ["of b"]

@@ -146,7 +146,7 @@ def test_truncation_keeps_the_nucleus_and_the_top_k():
 
 @pytest.mark.parametrize("top_p", [1e-6, 0.3, 0.7, 0.999, 1.0])
 @pytest.mark.parametrize("top_k", [0, 1, 5, 299, 300])
-def test_truncation_keeps_each_token_that_too_little_mass_is_likelier_than(top_p, top_k):
+def test_truncation_follows_its_definition_with_ties_and_tokens_without_mass(top_p, top_k):
     counts = np.random.default_rng(0).geometric(0.004, (20, 300)) - 1  # with ties and zeros
     counts[0], counts[1, 1:], counts[2] = 7, 0, np.arange(300) % 3
     exact = counts / 2.0**20  # sums of such fractions have no rounding
