@@ -29,10 +29,8 @@ from notebooks import measure, measured
 
 STEPS, EXAMPLES = 20, 176
 AGAIN, MOST_AGAIN = 0.8, 5  # chance of going on once more
-CURVES = (
-    "accuracy entropy response_tokens_right response_tokens_wrong all_right_fraction "
-    "up_clipped_probability"
-).split()
+LENGTHS = ["response_tokens_right", "response_tokens_wrong"]
+CURVES = ["accuracy", "entropy", *LENGTHS, "all_right_fraction", "up_clipped_probability"]
 
 
 def write_examples(path: pathlib.Path) -> pathlib.Path:
@@ -62,11 +60,12 @@ def train(folder: pathlib.Path, rung: str, seed: int, base: pathlib.Path, cores:
     settings = (
         f"run_dir={folder} seed={seed} model.folder={base} total_steps={STEPS}"
         " rollout.prompts_per_step=4 sampler.slots=32 sampler.max_response_tokens=64"
-        " algorithm.old_logprobs=sampler evaluation.every_steps=0 evaluation.top_p=1"
-        f" checkpoint.keep=1 log.console=false {settings_of(rung)}"
+        " algorithm.old_logprobs=sampler packing.row_tokens=272 packing.rows_per_microbatch=1"
+        " evaluation.every_steps=0 evaluation.top_p=1 checkpoint.keep=1 log.console=false "
     )
     core = cores.get()
-    command = [sys.executable, "-m", "dapo_jax", "train", "smollm2", *bench.flags(settings)]
+    flags = bench.flags(settings + settings_of(rung))
+    command = [sys.executable, "-m", "dapo_jax", "train", "smollm2", *flags]
     with subprocess.Popen(command) as process:
         if core is not None:
             os.sched_setaffinity(process.pid, {core})
@@ -82,6 +81,8 @@ def read(folder: pathlib.Path, rung: str, seed: int) -> measured.Run:
     rows = [row for row in map(json.loads, lines) if row["step"] > 0]
     names = *CURVES, "clip_fraction_high", "truncated_fraction", "seconds_step"
     columns = {name: np.array([row.get(name, np.nan) for row in rows], float) for name in names}
+    for name in LENGTHS:  # 0 in a step without any
+        columns[name][columns[name] == 0] = np.nan
     first, *_, last = sorted((folder / "evaluations").glob("step_*.jsonl"))
     right = (np.array(measure.right_counts(path), float) for path in (first, last))
     return measured.Run(rung, seed, columns, *right)
@@ -90,7 +91,7 @@ def read(folder: pathlib.Path, rung: str, seed: int) -> measured.Run:
 def print_ladder(runs: dict[str, list[measured.Run]]) -> None:
     heads = "accuracy, difference, over all steps, difference, truncated, tokens of right, of wrong"
     bench.print_table(["rung", *heads.split(", "), "entropy"])
-    ends = "truncated_fraction", "response_tokens_right", "response_tokens_wrong", "entropy"
+    ends = "truncated_fraction", *LENGTHS, "entropy"
     earlier = None
     for rung, found in runs.items():
         against = runs.get("1_naive") if rung in CLAIMS else earlier
@@ -100,8 +101,7 @@ def print_ladder(runs: dict[str, list[measured.Run]]) -> None:
             step = measured.difference(found, against, outcome) if against else None
             cells.append(measured.written(step, signed=True) if step else "")
         means = [np.nanmean([run.end(name) for run in found]) for name in ends]
-        digits = (3, 1, 1, 3)
-        cells += [f"{mean:.{places}f}" for mean, places in zip(means, digits, strict=True)]
+        cells += [f"{mean:.{places}f}" for mean, places in zip(means, (3, 1, 1, 3), strict=True)]
         bench.print_row([f"`{rung}`", *cells])
         earlier = found
     before = measured.estimate_over_seeds([run.before for run in found], 0)
@@ -114,24 +114,23 @@ def draw(picture: str, runs: dict[str, list[measured.Run]]) -> None:
     import matplotlib
 
     matplotlib.use("agg")
+    import matplotlib.pyplot as plt
+
     from notebooks import curves
 
     figure, grid = curves.new_panels(2, 3)
     for axes, name in zip(grid.flat, CURVES, strict=True):
         curves.draw_metric(axes, name, runs)
+        plt.setp(axes.lines, marker=".", markersize=4)  # steps between two without a value
+        plt.setp(axes.collections, alpha=0.05)  # seven bands over each other
     figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=4)
     figure.savefig(picture, dpi=90)
 
 
 def main() -> None:
-    args = bench.read_arguments(
-        __doc__,
-        folder="runs/real_ladder",
-        seeds=3,
-        rungs=[*RUNGS, "dr_grpo"],
-        jobs=os.cpu_count() or 1,
-        picture="",
-    )
+    rungs, jobs = [*RUNGS, "dr_grpo"], os.cpu_count() or 1
+    defaults = {"folder": "runs/real_ladder", "seeds": 3, "rungs": rungs, "jobs": jobs}
+    args = bench.read_arguments(__doc__, **defaults, picture="")
     root = pathlib.Path(args.folder)
     root.mkdir(parents=True, exist_ok=True)
     start = f"data.source={write_examples(root / 'examples.jsonl')} data.generated_examples=400"
