@@ -64,9 +64,8 @@ def train(folder: pathlib.Path, rung: str, seed: int, base: pathlib.Path, cores:
         " evaluation.every_steps=0 evaluation.top_p=1 checkpoint.keep=1 log.console=false "
     )
     core = cores.get()
-    flags = bench.flags(settings + settings_of(rung))
-    command = [sys.executable, "-m", "dapo_jax", "train", "smollm2", *flags]
-    with subprocess.Popen(command) as process:
+    command = [sys.executable, "-m", "dapo_jax", "train", "smollm2"]
+    with subprocess.Popen(command + bench.flags(settings + settings_of(rung))) as process:
         if core is not None:
             os.sched_setaffinity(process.pid, {core})
     cores.put(core)
@@ -121,7 +120,7 @@ def draw(picture: str, runs: dict[str, list[measured.Run]]) -> None:
     figure, grid = curves.new_panels(2, 3)
     for axes, name in zip(grid.flat, CURVES, strict=True):
         curves.draw_metric(axes, name, runs)
-        plt.setp(axes.lines, marker=".", markersize=4)  # steps between two without a value
+        plt.setp(axes.lines, marker=".", markersize=4)  # else a step alone would not be seen
         plt.setp(axes.collections, alpha=0.05)  # seven bands over each other
     figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=4)
     figure.savefig(picture, dpi=90)

@@ -1,6 +1,7 @@
 """Output head and divergence of two, sharded and in chunks, against whole softmaxes."""
 
 import re
+import types
 
 import jax
 import jax.numpy as jnp
@@ -47,35 +48,36 @@ def with_gradients(function, *options, needed=NEEDED["all"]):
     return jax.jit(jax.grad(loss, argnums=(0, 1), has_aux=True))
 
 
-def assert_same(actual, expected, atol=4e-6):
+def assert_same(actual, expected, atol=4e-6, rtol=1e-5):
     for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-5, atol=atol)
+        np.testing.assert_allclose(a, b, rtol=rtol, atol=atol)
 
 
 @pytest.mark.parametrize("needed", NEEDED)
 @pytest.mark.parametrize("chunk_tokens", [1, 14, 10**6])
 def test_values_and_gradients_equal_those_of_the_softmax(needed, chunk_tokens, monkeypatch):
     monkeypatch.setattr(lm_head, "MIN_PIECE_TOKENS", 16)  # four pieces
-    wanted = NEEDED[needed]
-    actual = with_gradients(head_logprobs, Scale(0.6), chunk_tokens, needed=wanted)(HIDDEN, HEAD)
-    assert_same(actual, with_gradients(by_definition, 0.6, needed=wanted)(HIDDEN, HEAD))
+    in_float64 = types.SimpleNamespace(**vars(jnp) | {"float32": jnp.float64})
+    monkeypatch.setattr(lm_head, "jnp", in_float64)
+    wanted, exact = NEEDED[needed], (HIDDEN.astype(float), HEAD.astype(float))
+    with jax.enable_x64(True):
+        actual = with_gradients(head_logprobs, Scale(0.6), chunk_tokens, needed=wanted)(*exact)
+        expected = with_gradients(by_definition, 0.6, needed=wanted)(*exact)
+        assert_same(actual, expected, atol=1e-13, rtol=1e-12)
 
 
 def test_products_with_the_head_are_made_for_needed_tokens_only(monkeypatch):
     monkeypatch.setattr(lm_head, "MIN_PIECE_TOKENS", 14)
     hidden = HIDDEN.copy()
     hidden[2:] = np.nan  # which a product would spread
-    _, gradient = with_gradients(head_logprobs, Scale(), 14, needed=NEEDED["uneven"])(hidden, HEAD)[
-        0
-    ]
+    compute = with_gradients(head_logprobs, Scale(), 14, needed=NEEDED["uneven"])
+    (_, gradient), _ = compute(hidden, HEAD)
     assert np.isfinite(gradient).all()
 
 
 # Most targets lie below their edges, and are kept; a sixth of the tokens keep the vocabulary.
-EDGES = np.where(
-    RNG.uniform(size=(ROWS, LENGTH)) < 1 / 6, -np.inf, -RNG.uniform(0, 9, (ROWS, LENGTH))
-)
-EDGES = EDGES.astype("f")
+KEEPS_ALL = RNG.uniform(size=(ROWS, LENGTH)) < 1 / 6
+EDGES = np.where(KEEPS_ALL, -np.inf, -RNG.uniform(0, 9, (ROWS, LENGTH))).astype("f")
 
 
 def loop_over_supports(scale):
